@@ -1,0 +1,46 @@
+# `make demo` and `make test` set up all that they need: Python 3.10+, pip and make are enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint fix types check build setup clean help
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+setup: $(READY) ## make .venv with the pinned versions of constraints.txt
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"samestep needs Python 3.10 or newer; {sys.executable} is {v.major}.{v.minor}. Name another one: make PYTHON=python3.12 ...")'
+	@echo "Setting up $(VENV) (once; torch is a large download) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+
+demo: $(READY) ## train the digits classifier on 2 processes, checkpoint, load, evaluate
+	@$(BIN)/samestep run --nproc 2 examples/digits.py
+
+test: $(READY) ## run the tests (CPU only, some minutes)
+	@$(BIN)/python -m pytest
+
+lint: $(READY) ## check style, formatting and the layering of imports
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-logo
+
+fix: $(READY) ## mend style and formatting
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: $(READY) ## type-check src/ in strict mode
+	@$(BIN)/mypy
+
+check: lint types test ## lint, types and tests: what CI runs
+
+build: $(READY) ## build the sdist and the wheel into dist/
+	@$(BIN)/python -m build
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) dist build runs ckpt.pt .pytest_cache .mypy_cache .ruff_cache .hypothesis

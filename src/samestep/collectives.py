@@ -1,0 +1,107 @@
+"""The only caller of collectives. A group is any `torch.distributed.ProcessGroup`; we ask it, not the world.
+
+The methods of the group itself are called, not the functions of `torch.distributed`: those look a group
+up in module-level tables, which groups of thread ranks (tests) and of re-formed worlds are not in.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "Work",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "device_of",
+    "exchange_json",
+    "gather_bytes",
+]
+
+Work = dist.Work
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """The device on which `group` communicates small messages: CPU if it can, else its accelerator."""
+    devices = group._device_types
+    cpu = torch.device("cpu")
+    if cpu in devices or not devices:
+        return cpu
+    kind = devices[0].type
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    op: Any = dist.ReduceOp.SUM,
+) -> Work:
+    """`tensor` becomes the reduction over all ranks, once the returned work is waited for.
+
+    Ranks: all, with equal shape and dtype, in the same order as their other collectives.
+    """
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    options.asyncOp = True
+    return group.allreduce([tensor], options)
+
+
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, *, src: int = 0) -> Work:
+    """`tensor` becomes rank `src`'s, once the returned work is waited for.
+
+    Ranks: all, with equal shape and dtype; `src` is a rank in `group`.
+    """
+    options = dist.BroadcastOptions()
+    options.rootRank = src
+    options.rootTensor = 0
+    options.asyncOp = True
+    return group.broadcast([tensor], options)
+
+
+def barrier(group: dist.ProcessGroup, *, timeout: timedelta | None = None) -> None:
+    """Return when every rank of `group` has called it.
+
+    Ranks: all.
+    """
+    options = dist.BarrierOptions()
+    if timeout is not None:
+        options.timeout = timeout
+    group.barrier(options).wait()
+
+
+def gather_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """The `data` of every rank, in rank order, on every rank; lengths may differ.
+
+    Ranks: all.
+    """
+    device = device_of(group)
+    size = group.size()
+    lengths = torch.zeros(size, dtype=torch.int64, device=device)
+    lengths[group.rank()] = len(data)
+    all_reduce(lengths, group).wait()
+    counts = [int(n) for n in lengths.tolist()]
+    longest = max(counts)
+    if longest == 0:
+        return [b""] * size
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+    rows = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(size)]
+    group.allgather([rows], [mine.to(device)]).wait()
+    return [bytes(row[:n].cpu().numpy()) for row, n in zip(rows, counts, strict=True)]
+
+
+def exchange_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """The `value` (anything JSON can hold) of every rank, in rank order, on every rank.
+
+    JSON and not pickle: what a rank receives is data, never code.
+
+    Ranks: all.
+    """
+    texts = gather_bytes(json.dumps(value).encode(), group)
+    return [json.loads(text) for text in texts]

@@ -1,0 +1,43 @@
+"""Every exception a user can meet.
+
+Each message is one clear line: what is wrong (rank, parameter, file, value) and what to do about it.
+`assert` is for our own bugs.
+"""
+
+from __future__ import annotations
+
+
+class SamestepError(Exception):
+    """Base of all that samestep raises on purpose; catch it to catch them all."""
+
+
+class LaunchError(SamestepError):
+    """The command line or the launcher's environment variables make no sense."""
+
+
+class WorldError(SamestepError, RuntimeError):
+    """The world is not there yet, is there already, or is not the one that was asked for."""
+
+
+class ReplicaMismatchError(SamestepError, RuntimeError):
+    """The ranks wrapped models that differ in names, shapes, dtypes or devices."""
+
+
+class GradientError(SamestepError, RuntimeError):
+    """A gradient cannot be synchronised as the script asks; the message says what can."""
+
+
+class DataError(SamestepError, ValueError):
+    """A data set, sampler or its saved state does not fit the run."""
+
+
+class CheckpointError(SamestepError):
+    """A checkpoint cannot be written or read."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint where one was asked for."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint's bytes are not those that were written: truncated, altered, or foreign."""

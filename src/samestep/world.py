@@ -1,0 +1,355 @@
+"""The life of a process group: init, rank, device, choice of backend, abort, destroy.
+
+`torch.distributed` holds the one default group; the functions here ask it and keep no state of their own,
+so that a script may also mix them with torch's. `World` is the object that owns the group for the length
+of a `with` block.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, Store
+
+from samestep import collectives
+from samestep.environment import Environment, read_environment
+from samestep.errors import WorldError
+
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "World",
+    "abort_process_group",
+    "barrier",
+    "default_group",
+    "destroy_process_group",
+    "device",
+    "get_local_rank",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "is_initialized",
+    "is_main",
+]
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+_ABORT_PATIENCE_S = 2.0
+
+# The device type that each backend's collectives work on. A composite such as "cpu:gloo,cuda:nccl" and any
+# backend not named here train on the accelerator when there is one.
+_CPU_BACKENDS = frozenset({"gloo", "mpi", "shm"})
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    **torch_options: Any,
+) -> None:
+    """The default process group exists and this process's device is the current one.
+
+    Explicit arguments win over the launcher's variables (torchrun's, Slurm's), which win over the default:
+    a world of one, which needs no launcher and no port.
+
+    Ranks: all, once, before any collective.
+
+    Args:
+        backend: `"nccl"`, `"gloo"` or another that torch knows. Default: NCCL where there is an NVIDIA
+            GPU (or the accelerator's own backend), else Gloo.
+        init_method: a URL for rendezvous, as for torch. Default: the launcher's variables.
+        timeout: how long a collective may wait for the other ranks. Default: 10 minutes.
+        world_size: number of ranks; needed with `store`.
+        rank: this process's rank; needed with `store`.
+        store: an existing store, instead of `init_method`.
+        torch_options: passed on (`device_id`, `pg_options`, `group_name`, ...).
+
+    Raises:
+        WorldError: there is a group already, `rank` and `world_size` contradict the launcher's variables
+            or each other, or a local rank has no device of its own.
+        LaunchError: the launcher's variables contradict each other.
+    """
+    if dist.is_initialized():
+        raise WorldError(
+            "there is a process group already (rank "
+            f"{dist.get_rank()} of {dist.get_world_size()}): call destroy_process_group() first, or drop "
+            "the second init_process_group() or World()"
+        )
+    environment = read_environment()
+    _check_against_environment(environment, rank, world_size, explicit=store is not None)
+    backend = backend or _default_backend()
+    target = _device_for(backend, environment)
+    if target.type != "cpu":
+        torch.accelerator.set_device_index(target)
+    if environment.local_world_size == environment.world_size:
+        # One host: nothing need listen on an outside interface.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+    place: dict[str, Any]
+    if store is not None:
+        place = {"store": store, "rank": rank, "world_size": world_size}
+    elif init_method is not None and not init_method.startswith("env://"):
+        place = {
+            "init_method": init_method,
+            "rank": rank if rank >= 0 else environment.rank,
+            "world_size": world_size if world_size >= 0 else environment.world_size,
+        }
+    elif environment.launcher == "torchrun":
+        place = {"init_method": "env://"}
+    elif environment.launcher == "none":
+        place = {"store": HashStore(), "rank": 0, "world_size": 1}
+    else:
+        place = {
+            "init_method": f"tcp://{environment.master_addr}:{environment.master_port}",
+            "rank": environment.rank,
+            "world_size": environment.world_size,
+        }
+    dist.init_process_group(backend, timeout=timeout or DEFAULT_TIMEOUT, **place, **torch_options)
+
+
+def is_initialized() -> bool:
+    """Whether there is a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def default_group() -> dist.ProcessGroup:
+    """The default process group.
+
+    Raises:
+        WorldError: there is none.
+    """
+    if not is_initialized():
+        raise WorldError(
+            "there is no process group yet: call samestep.init_process_group(), or do this inside "
+            "`with samestep.World():`"
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in `group` (default: in the world), 0..size-1; -1 outside of `group`."""
+    return default_group().rank() if group is None else dist.get_rank(group)
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """The number of ranks in `group` (default: in the world); -1 outside of `group`."""
+    return default_group().size() if group is None else dist.get_world_size(group)
+
+
+def get_local_rank() -> int:
+    """This process's rank among those of its host: the index of its device."""
+    default_group()
+    return read_environment().local_rank
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, the one that logs and saves. True before there is a process group."""
+    return not is_initialized() or default_group().rank() == 0
+
+
+def device() -> torch.device:
+    """The one device this rank trains on: its own accelerator, or the CPU with a CPU backend (Gloo)."""
+    default_group()
+    return _device_for(dist.get_backend_config(), read_environment())
+
+
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Return when every rank of `group` has called it.
+
+    Ranks: all of `group`.
+    """
+    collectives.barrier(group or default_group())
+
+
+def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+    """The group (default: all groups) is gone and its resources are free.
+
+    Ranks: all of `group`, after their last collective. After an exception call `abort_process_group`
+    instead (`World` does): a rank that waits for one that failed would wait for ever.
+    """
+    if group is None:
+        default_group()
+    dist.destroy_process_group(group)
+
+
+def abort_process_group() -> None:
+    """The process group is gone at once, whatever was in flight, and no rank goes on waiting for this one.
+
+    Ranks: any, alone. Collectives in flight on other ranks end with an error.
+    """
+    if not is_initialized():
+        return
+    # Gloo's destructor waits for collectives in flight, up to their time-out: do not wait with it.
+    aborting = threading.Thread(
+        target=dist.distributed_c10d._abort_process_group, name="samestep-abort", daemon=True
+    )
+    aborting.start()
+    aborting.join(_ABORT_PATIENCE_S)
+
+
+class World:
+    """A process group for the length of a `with` block: destroyed on success, aborted on an exception.
+
+        with samestep.World(seed=0) as world:
+            model = samestep.DistributedDataParallel(Net().to(world.device))
+            ...
+
+    On entry: the group exists, this rank's device is current, and torch, numpy and `random` are seeded
+    with `seed`, equally on all ranks, so that a model or a split of the data drawn now is the same
+    everywhere. Call `seed_ranks()` after that to give each rank random numbers of its own.
+
+    Ranks: all enter; on success all leave.
+
+    Args:
+        backend: as for `init_process_group`.
+        seed: of the random streams; None leaves them alone.
+        timeout: how long a collective may wait for other ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int | None = 0,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        if seed is not None and seed < 0:
+            raise WorldError(f"seed={seed} is negative: seeds are whole numbers from 0")
+        self.seed = seed
+        self._backend = backend
+        self._timeout = timeout
+
+    def __enter__(self) -> World:
+        init_process_group(self._backend, timeout=self._timeout)
+        if self.seed is not None:
+            _seed_everything(np.random.SeedSequence(self.seed))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not is_initialized():
+            return
+        if kind is None or (isinstance(error, SystemExit) and not error.code):
+            destroy_process_group()
+        else:
+            abort_process_group()
+
+    def __repr__(self) -> str:
+        if not is_initialized():
+            return f"World(seed={self.seed}, not entered)"
+        return f"World(rank={self.rank}, size={self.size}, device='{self.device}', seed={self.seed})"
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group."""
+        return default_group()
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, 0..size-1."""
+        return self.group.rank()
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank among those of its host."""
+        return get_local_rank()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.group.size()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device this rank trains on."""
+        return device()
+
+    def barrier(self) -> None:
+        """Return when every rank has called it.
+
+        Ranks: all.
+        """
+        barrier()
+
+    def seed_ranks(self) -> None:
+        """From here on each rank draws random numbers (dropout, augmentation) of its own.
+
+        Call it once the model and the splits of the data have been drawn.
+
+        Raises:
+            WorldError: the world has no seed to derive them from.
+        """
+        if self.seed is None:
+            raise WorldError("World(seed=None) has no seed to derive the ranks' from: give it one")
+        _seed_everything(np.random.SeedSequence(self.seed, spawn_key=(self.rank,)))
+
+
+def _seed_everything(sequence: np.random.SeedSequence) -> None:
+    words = sequence.generate_state(3, dtype=np.uint64)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]) % 2**32)
+    torch.manual_seed(int(words[2]) >> 1)  # torch's seeds are signed
+
+
+def _default_backend() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return "gloo"
+    return dist.get_default_backend_for_device(accelerator)
+
+
+def _device_for(backend: str, environment: Environment) -> torch.device:
+    """The device of `environment.local_rank`; `backend` is a name or a list such as "cpu:gloo,cuda:nccl"."""
+    names = {part.partition(":")[2] or part for part in backend.split(",")}
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or names <= _CPU_BACKENDS:
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if environment.local_rank >= count:
+        raise WorldError(
+            f"local rank {environment.local_rank} has no {accelerator.type} device of its own: this host "
+            f"has {count}. Start fewer processes (`samestep run --nproc gpu`), or train on the CPU with "
+            'backend="gloo"'
+        )
+    return torch.device(accelerator.type, environment.local_rank)
+
+
+def _check_against_environment(
+    environment: Environment, rank: int, world_size: int, *, explicit: bool
+) -> None:
+    if (rank >= 0) != (world_size >= 0):
+        raise WorldError(
+            f"rank={rank} and world_size={world_size}: give both of them, or neither and let the launcher"
+        )
+    if explicit and rank < 0:
+        raise WorldError("a store alone does not say who is who: give rank and world_size with it")
+    if rank >= 0 and not rank < world_size:
+        raise WorldError(f"rank={rank} is not in 0..{world_size - 1} (world_size={world_size})")
+    launched = environment.launcher != "none"
+    if launched and rank >= 0 and (rank, world_size) != (environment.rank, environment.world_size):
+        raise WorldError(
+            f"rank={rank}, world_size={world_size} were asked for, but the launcher's variables say rank "
+            f"{environment.rank} of {environment.world_size}: drop the arguments, or start the script "
+            "without a launcher"
+        )
