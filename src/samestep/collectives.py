@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 __all__ = [
     "Work",
+    "all_gather",
     "all_reduce",
     "barrier",
     "broadcast",
@@ -50,6 +51,16 @@ def all_reduce(
     options.reduceOp = op
     options.asyncOp = True
     return group.allreduce([tensor], options)
+
+
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """The `tensor` of every rank, in rank order, on every rank.
+
+    Ranks: all, with equal shape and dtype.
+    """
+    rows = [torch.empty_like(tensor) for _ in range(group.size())]
+    group.allgather([rows], [tensor.contiguous()]).wait()
+    return rows
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, *, src: int = 0) -> Work:

@@ -89,8 +89,7 @@ class BucketPlan:
                 f"  {b:>3}  {self.bucket_bytes(b) / _MIB:>9.3f} MiB  {first.dtype:<9} {first.device:<5} "
                 f"{len(members):>5} parameters  {names}"
             )
-        for i in self.sparse:
-            lines.append(f"    -  sparse: {self.parameters[i].name}")
+        lines += [f"    -  sparse: {self.parameters[i].name}" for i in self.sparse]
         return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -59,20 +60,18 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return _dataclass_mapped(fn, value)
     if isinstance(value, torch.nn.utils.rnn.PackedSequence):
-        return value.to(device=fn(value.data).device)
+        return value.to(device=fn(value.data).device)  # type: ignore[call-arg]  # torch's stub lacks it
     return value
 
 
 def _rebuilt(value: dict[Any, Any], items: dict[Any, Any]) -> Any:
     try:
-        return type(value)(items)  # type: ignore[call-arg]  # a subclass of dict that takes one
+        return type(value)(items)
     except TypeError:
         return items
 
 
 def _dataclass_mapped(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    import copy
-
     mapped = copy.copy(value)
     for field in fields(value):
         object.__setattr__(mapped, field.name, map_tensors(fn, getattr(value, field.name)))

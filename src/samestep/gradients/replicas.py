@@ -25,9 +25,7 @@ def verify_replicas(parameters: Sequence[ParameterInfo], group: dist.ProcessGrou
     Raises:
         ReplicaMismatchError: they do not; the message is the table of differences.
     """
-    mine = [
-        [p.name, list(p.shape), _strides_that_matter(p), p.dtype, p.sparse, p.place] for p in parameters
-    ]
+    mine = [[p.name, list(p.shape), _strides_that_matter(p), p.dtype, p.sparse, p.place] for p in parameters]
     everyones = collectives.exchange_json(mine, group)
     if any(rows != everyones[0] for rows in everyones):
         raise ReplicaMismatchError(_difference(everyones))
@@ -50,7 +48,7 @@ def _difference(everyones: list[list[list[object]]]) -> str:
         lines.append(f"  {name}: " + "; ".join(f"rank {r}: {_text(row)}" for r, row in enumerate(found)))
     if not lines:
         lines = [
-            f"  rank {r} has them in another order than rank 0, beginning with {_first_change(rows, everyones)}"
+            f"  rank {r} has them in another order, from {_first_change(rows, everyones)} on"
             for r, rows in enumerate(everyones)
             if rows != everyones[0]
         ]
@@ -74,9 +72,7 @@ def _text(row: list[object] | None) -> str:
     return f"{dtype} {shape}, strides {stride}" + (", sparse gradient" if sparse else "")
 
 
-def broadcast_tensors(
-    tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, *, src: int = 0
-) -> None:
+def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, *, src: int = 0) -> None:
     """Each of `tensors` holds rank `src`'s values: in place, few large messages.
 
     Ranks: all, with tensors of equal shapes and dtypes in the same order.
