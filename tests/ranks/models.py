@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor, nn
+
+_RNG_LOCK = threading.Lock()  # ranks that are threads share torch's one random stream
 
 
 class Mlp(nn.Module):
@@ -64,6 +68,6 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def make(name: str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
     """A model with the same values for the same seed."""
-    with torch.random.fork_rng():
+    with _RNG_LOCK, torch.random.fork_rng():
         torch.manual_seed(seed)
         return MODELS[name]().to(dtype)

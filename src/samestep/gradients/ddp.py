@@ -388,7 +388,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         memo[id(self)] = twin
         group, hook = self.process_group, self._hook
         state = {k: copy.deepcopy(v, memo) for k, v in self.__getstate__().items() if k != "_hook"}
-        nn.Module.__setstate__(twin, state)  # type: ignore[no-untyped-call]
+        nn.Module.__setstate__(twin, state)
         twin.process_group, twin._hook = group, hook
         twin._make_reducer(verify=False)
         return twin
