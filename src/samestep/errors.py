@@ -19,6 +19,10 @@ class WorldError(SamestepError, RuntimeError):
     """The world is not there yet, is there already, or is not the one that was asked for."""
 
 
+class CollectiveError(SamestepError, RuntimeError):
+    """A collective failed: a rank died, came too late, left, or called another one."""
+
+
 class ReplicaMismatchError(SamestepError, RuntimeError):
     """The ranks wrapped models that differ in names, shapes, dtypes or devices."""
 

@@ -1,0 +1,267 @@
+"""How collectives move bytes: descriptions are compared, then data travels through stages in rounds.
+
+[Note: Slots, steps and rounds]
+Every collective of a group has a sequence number, a slot in each rank's segment (`sequence % NUM_SLOTS`) and
+a flag there. A rank describes in its slot what it was called with, and posts step 1, 2, ... as the flag's
+value `sequence << _STEP_BITS | step`; flags only grow, so a slot can be told from its former use.
+
+Private tensors travel through stages: a rank fills a stage of its own segment, posts, waits until all have
+posted, and drains its peers' stages. One such round needs one wait. All rounds of a group form one sequence,
+whatever collective they belong to, and round n uses stage n % NUM_STAGES. A rank that has seen all ranks post
+round n - 1 knows that they have drained round n - 2, so with two stages it may already fill the one of round n;
+all-reduce reads the rounds n - 1 and n - 2 in round n, hence three. Collectives take turns at the stages in
+the order of their sequence numbers; those whose tensors lie in shared memory need no turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from samestep.errors import CollectiveError
+from samestep.shm.engine import Progress
+from samestep.shm.heap import NOT_SHARED, Heap, Place
+from samestep.shm.region import CACHE_LINE, Layout, Region
+from samestep.shm.signal import Signals
+
+__all__ = ["Exchange", "Label"]
+
+_WORD = 8
+_STEP_BITS = 24
+_TEXT_BYTES = Layout.SLOT_BYTES - 2 * CACHE_LINE
+_MAX_VIEWS = 4096
+# Words of a slot, from its start; the flag has a cache line of its own.
+_FLAG, _DIGEST, _NUM_ROUNDS, _PLACE, _TEXT = 0, 8, 9, 10, 16
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a collective was called with, as far as it must agree between ranks."""
+
+    text: str
+    digest: int
+    encoded: bytes
+
+    @classmethod
+    def of(cls, text: str) -> Label:
+        """The label that says `text`."""
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+        encoded = text.encode()[: _TEXT_BYTES - 1]
+        return cls(text, digest, encoded + b"\0" * (_TEXT_BYTES - len(encoded)))
+
+
+class Exchange:
+    """What one rank knows and does of the group's slots, stages and flags.
+
+    Only the thread that moves operations on (see engine.py) calls it.
+    """
+
+    def __init__(self, region: Region, signals: Signals, heap: Heap) -> None:
+        self.rank = region.rank
+        self.num_ranks = region.num_ranks
+        self.stage_bytes = region.layout.stage_bytes
+        self._region = region
+        self._signals = signals
+        self._heap = heap
+        self._layout = region.layout
+        self._mine = region.segments[region.rank].words
+        self._memory = region.segments[region.rank].memory
+        self._peers = [(r, s.words) for r, s in enumerate(region.segments) if r != region.rank]
+        self._round = 0
+        self._turns: deque[int] = deque()
+        self._in_flight: list[int] = []
+        self._views: dict[tuple[int, int, torch.dtype, int, int], torch.Tensor] = {}
+
+    def join(self, sequence: int) -> None:
+        """Collective number `sequence` has been issued: it is in flight, and has its turn at the stages."""
+        self._in_flight.append(sequence)
+        self._turns.append(sequence)
+
+    def finish(self, sequence: int) -> None:
+        """Collective number `sequence` is over for this rank."""
+        self._in_flight.remove(sequence)
+        if self._turns and self._turns[0] == sequence:
+            self._turns.popleft()
+        oldest = min(self._in_flight, default=sequence + 1)
+        # A plain store: who waits for it will also be woken by this rank's next collective, which it needs.
+        self._mine[Layout.FINISHED // _WORD] = oldest
+
+    def pass_turn(self, sequence: int) -> None:
+        """Collective number `sequence` needs no stages."""
+        self._turns.remove(sequence)
+
+    def turn(self, sequence: int) -> Progress:
+        """Return when the stages are this collective's."""
+        if self._turns[0] != sequence:
+            blocked = (self.rank, sequence)
+            while self._turns[0] != sequence:
+                yield blocked
+
+    def announce(
+        self, sequence: int, label: Label, *, num_rounds: int = 1, place: Place = NOT_SHARED
+    ) -> Progress:
+        """Describe the collective in its slot, once all ranks are done with what was there before."""
+        oldest = sequence - Layout.NUM_SLOTS + 1
+        for rank, words in self._peers:
+            if words[Layout.FINISHED // _WORD] < oldest:
+                blocked = (rank, oldest)
+                while words[Layout.FINISHED // _WORD] < oldest:
+                    yield blocked
+        slot = self._layout.slot(sequence)
+        word = slot // _WORD
+        self._mine[word + _DIGEST] = label.digest
+        self._mine[word + _NUM_ROUNDS] = num_rounds
+        if place is NOT_SHARED:
+            self._mine[word + _PLACE] = -1
+        else:
+            for index, value in enumerate(place):
+                self._mine[word + _PLACE + index] = value
+        text = slot + _TEXT * _WORD
+        self._memory[text : text + _TEXT_BYTES] = label.encoded
+
+    def post(self, sequence: int, step: int) -> None:
+        """All peers may see what this rank has done up to `step`."""
+        self._signals.post(self._layout.slot(sequence) // _WORD, sequence << _STEP_BITS | step)
+
+    def wait(self, sequence: int, step: int) -> Progress:
+        """Return when all peers have posted `step`."""
+        word = self._layout.slot(sequence) // _WORD
+        value = sequence << _STEP_BITS | step
+        for rank, words in self._peers:
+            if words[word] < value:
+                blocked = (rank, value)
+                while words[word] < value:
+                    yield blocked
+
+    def check(self, sequence: int, label: Label) -> None:
+        """Compare what all ranks were called with, after step 1.
+
+        Raises:
+            CollectiveError: they differ; all ranks raise it, naming the same two.
+        """
+        word = self._layout.slot(sequence) // _WORD + _DIGEST
+        for _, words in self._peers:
+            if words[word] != label.digest:
+                self._raise_mismatch(sequence)
+
+    def num_rounds(self, sequence: int) -> int:
+        """The most rounds that any rank announced, after step 1."""
+        word = self._layout.slot(sequence) // _WORD + _NUM_ROUNDS
+        return max(int(segment.words[word]) for segment in self._region.segments)
+
+    def places(self, sequence: int) -> list[Place] | None:
+        """Where each rank's tensor lies, after step 1; None if any of them is private."""
+        word = self._layout.slot(sequence) // _WORD + _PLACE
+        places = []
+        for segment in self._region.segments:
+            if segment.words[word] < 0:
+                return None
+            places.append(Place(*segment.words[word : word + 4]))
+        return places
+
+    def rounds(
+        self,
+        sequence: int,
+        label: Label,
+        num_rounds: int,
+        fill: Callable[[int, int], None],
+        drain: Callable[[int, int], None],
+        *,
+        negotiate: bool = False,
+    ) -> Progress:
+        """Run a whole collective: in each round `fill(i, stage)`, post, wait for all, `drain(i, stage)`.
+
+        Args:
+            sequence: number of the collective.
+            label: what must agree.
+            num_rounds: how many rounds this rank needs, at least 1.
+            fill: writes what belongs to round i into this rank's stage.
+            drain: reads what belongs to round i from all ranks' stages.
+            negotiate: ranks may need different numbers of rounds: all run the most.
+        """
+        yield from self.turn(sequence)
+        yield from self.announce(sequence, label, num_rounds=num_rounds)
+        index = 0
+        while index < num_rounds:
+            stage = self._round % Layout.NUM_STAGES
+            self._round += 1
+            fill(index, stage)
+            index += 1
+            self.post(sequence, index)
+            yield from self.wait(sequence, index)
+            if index == 1:
+                self.check(sequence, label)
+                if negotiate:
+                    num_rounds = self.num_rounds(sequence)
+            drain(index - 1, stage)
+        self.finish(sequence)
+
+    def next_stage(self) -> int:
+        """The stage of the next round, which begins."""
+        stage = self._round % Layout.NUM_STAGES
+        self._round += 1
+        return stage
+
+    def stage(self, rank: int, stage: int, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
+        """`numel` elements of a stage of `rank`, from byte `offset` in it. Kept: views are costly to make."""
+        key = (rank, stage, dtype, offset, numel)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            start = self._layout.stage(stage) + offset
+            view = self._views[key] = self._region.segments[rank].tensor(dtype, start, numel)
+        return view
+
+    def stage_address(self, stage: int) -> int:
+        """Where this rank's stage lies in this process's memory."""
+        return self._region.segments[self.rank].address + self._layout.stage(stage)
+
+    def shared(self, sequence: int, places: list[Place], tensor: torch.Tensor) -> list[torch.Tensor]:
+        """All ranks' tensors, which lie in shared memory at `places`; this rank's is `tensor`, flat."""
+        return [
+            tensor if rank == self.rank else self._heap.view(rank, place, tensor.dtype, tensor.numel())
+            for rank, place in enumerate(places)
+        ]
+
+    def doing(self, rank: int) -> str:
+        """What `rank` posted last, for messages."""
+        words = self._region.segments[rank].words
+        flags = [int(words[self._layout.slot(n) // _WORD]) for n in range(Layout.NUM_SLOTS)]
+        latest = max(flags)
+        who = f"rank {rank} (process {self._region.pids[rank]})"
+        if latest == 0:
+            return f"{who}, which has joined no collective yet"
+        sequence = latest >> _STEP_BITS
+        return f"{who}, whose latest collective is number {sequence}, {self._text(rank, sequence)}"
+
+    def _text(self, rank: int, sequence: int) -> str:
+        start = self._layout.slot(sequence) + _TEXT * _WORD
+        raw = self._region.segments[rank].memory[start : start + _TEXT_BYTES]
+        return raw.partition(b"\0")[0].decode(errors="replace")
+
+    def _raise_mismatch(self, sequence: int) -> None:
+        word = self._layout.slot(sequence) // _WORD + _DIGEST
+        digests = [int(segment.words[word]) for segment in self._region.segments]
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        first, second = (
+            f"rank {rank} (process {self._region.pids[rank]}) called {self._text(rank, sequence)}"
+            for rank in (0, other)
+        )
+        raise CollectiveError(f"collective number {sequence} differs between ranks: {first}, but {second}")
+
+
+def copy_bytes(target: int, source: int, num_bytes: int) -> None:
+    """Copy between two addresses: for few bytes much faster than `Tensor.copy_`."""
+    ctypes.memmove(target, source, num_bytes)
+
+
+def pieces(numel: int, length: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each of the consecutive pieces of at most `length` elements; one, empty, for none."""
+    for start in range(0, max(numel, 1), length):
+        yield start, min(start + length, numel)
