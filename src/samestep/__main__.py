@@ -1,0 +1,5 @@
+"""`python -m samestep`: the command line."""
+
+from samestep.cli import main
+
+main()

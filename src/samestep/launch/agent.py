@@ -1,0 +1,228 @@
+"""torchelastic's agent on one host: it decides who is who, watches the ranks and restarts them.
+
+The agent's loop (rendezvous, start, poll, restart, stop) and the poll of the processes are torchelastic's.
+Ours are the four steps that it leaves to a subclass, and how ranks start (`ranks.py`) and end.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.events import Event, EventSource
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
+
+from samestep.launch import processes
+from samestep.launch.failure import Failure, failures_of, in_order, lost_a_peer
+from samestep.launch.hosts import Hosts
+from samestep.launch.memory import OutOfMemoryCounter
+from samestep.launch.options import RunOptions
+from samestep.launch.output import Output
+from samestep.launch.rank import Place
+from samestep.launch.ranks import LocalRanks
+
+__all__ = ["Agent", "RendezvousError", "quiet_torchelastic"]
+
+MONITOR_INTERVAL_S = 0.05
+CULPRIT_PATIENCE_S = 1.5  # how long a rank that lost a peer may wait for the one it lost to fail
+LEAVE_PATIENCE_S = 1.0  # how long a rank that has left its last word may take to go
+
+
+def quiet_torchelastic() -> None:
+    """What torchelastic would log, warnings and errors too, is not printed: the report says it."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.propagate = False
+    logger.addHandler(logging.NullHandler())
+
+
+class _NoRedirection(LogsSpecs):
+    """The ranks' output and error files are `ranks.py`'s: torchelastic redirects nothing."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        nothing = dict.fromkeys(envs, "")
+        return LogsDest(nothing, nothing, {}, {}, nothing)
+
+    @property
+    def root_log_dir(self) -> str:
+        return ""
+
+
+class Ranks(SubprocessContext):
+    """torchelastic's supervision of one attempt's ranks, which run already."""
+
+    def __init__(self, local_ranks: LocalRanks) -> None:
+        local = range(len(local_ranks.running))
+        super().__init__(
+            name="samestep",
+            entrypoint=sys.executable,
+            args=dict.fromkeys(local, ()),
+            envs={i: {} for i in local},
+            logs_specs=_NoRedirection(),
+        )
+        self.ranks = local_ranks.running
+        self._local_ranks = local_ranks
+
+    def start(self) -> None:
+        """torchelastic's would also take the launcher's signal handlers away."""
+        self._start()
+
+    def _start(self) -> None:
+        # What the base class wants of a handler is `.proc`, and of that `.pid` and `.poll()`.
+        handlers: Any = {i: SimpleNamespace(proc=rank) for i, rank in enumerate(self.ranks)}
+        self.subprocess_handlers = handlers
+
+    def _poll(self) -> Any:
+        processes.reap_orphans(keep=[rank.pid for rank in self.ranks])
+        self._hurry_those_that_leave()
+        return None if self._is_cause_to_come() else super()._poll()
+
+    def _hurry_those_that_leave(self) -> None:
+        for rank in self.ranks:
+            if rank.poll() is None and rank.error_file.exists():
+                word = rank.last_word()
+                if word is not None and time.time() - word.time_s > LEAVE_PATIENCE_S:
+                    rank.ended_by_launcher = True
+                    rank.send(signal.SIGKILL)
+
+    def _is_cause_to_come(self) -> bool:
+        """Whether the ranks that failed have only lost a peer: the one they lost may still be on its way."""
+        failed = [rank for rank in self.ranks if rank.poll()]
+        if not failed or not any(rank.poll() is None for rank in self.ranks):
+            return False
+        waited_s = time.time() - min(rank.noticed_s for rank in failed)
+        return waited_s < CULPRIT_PATIENCE_S and all(lost_a_peer(rank.last_word()) for rank in failed)
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        self._local_ranks.end()
+
+    def pids(self) -> dict[int, int]:
+        """Process ids by local rank."""
+        return {i: rank.pid for i, rank in enumerate(self.ranks)}
+
+
+class Agent(SimpleElasticAgent):
+    """One host's agent.
+
+    Args:
+        options: what was asked for.
+        rendezvous: gives hosts their place.
+        local_ranks: starts and ends the ranks of this host.
+        output: shows what they print.
+        on_failure: called with the failures of an attempt, in order, the world size and the number of the
+            restart that follows (0: none), before anything is restarted.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        rendezvous: RendezvousHandler,
+        local_ranks: LocalRanks,
+        output: Output,
+        *,
+        on_failure: Callable[[list[Failure], int, int], None],
+    ) -> None:
+        super().__init__(
+            WorkerSpec(
+                role="default",
+                local_world_size=options.num_ranks,
+                rdzv_handler=rendezvous,
+                entrypoint=sys.executable,
+                max_restarts=options.max_restarts,
+                monitor_interval=MONITOR_INTERVAL_S,
+            )
+        )
+        self.failures: list[Failure] = []
+        self._local_ranks = local_ranks
+        self._output = output
+        self._on_failure = on_failure
+        self._memory = OutOfMemoryCounter()
+        self._hosts: Hosts | None = None
+        self._context: Ranks | None = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        workers = worker_group.workers
+        place = Place(
+            first_rank=workers[0].global_rank,
+            num_local_ranks=len(workers),
+            world_size=workers[0].world_size,
+            host_index=worker_group.group_rank or 0,
+            num_hosts=worker_group.group_world_size or 1,
+            master_addr=worker_group.master_addr or "",
+            master_port=worker_group.master_port or 0,
+            run_id=worker_group.spec.rdzv_handler.get_run_id(),
+            restart_count=self._restart_count,
+            max_restarts=worker_group.spec.max_restarts,
+        )
+        self._local_ranks.start(place)
+        store: Any = worker_group.store
+        self._hosts = Hosts(store, place.host_index, place.num_hosts)
+        self._context = Ranks(self._local_ranks)
+        self._context.start()
+        return self._context.pids()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert self._context is not None
+        assert self._hosts is not None
+        result = self._context.wait(0)
+        workers = worker_group.workers
+        if result is None:
+            if not self._hosts.have_failed():
+                return RunResult(state=WorkerState.HEALTHY)
+            self._context.close()
+        elif not result.is_failed():
+            return RunResult(
+                state=WorkerState.SUCCEEDED,
+                return_values={workers[i].global_rank: value for i, value in result.return_values.items()},
+            )
+        failed = {} if result is None else {workers[i].global_rank: f for i, f in result.failures.items()}
+        self._tell(worker_group)
+        return RunResult(state=WorkerState.FAILED, failures=failed)
+
+    def _stop_workers(self, worker_group: WorkerGroup, *_: Any) -> None:
+        self._local_ranks.end()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
+        self._local_ranks.end()
+
+    def _exit_barrier(self) -> None:
+        """Wait until the other hosts' ranks have ended too: the store may be this launcher's."""
+        assert self._hosts is not None
+        self._hosts.finish()
+        if self._hosts.have_failed():
+            self._tell(self._worker_group)
+
+    def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
+        # Events go nowhere; the base class asks the name service for this host's name for each of them.
+        return Event(state, source)
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        """Nothing: see `_construct_event`."""
+
+    @property
+    def _restart_count(self) -> int:
+        return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
+
+    def _tell(self, worker_group: WorkerGroup) -> None:
+        """Have this attempt's failures reported, those of other hosts too."""
+        assert self._context is not None
+        assert self._hosts is not None
+        self._output.drain(1.0)
+        own = failures_of(self._context.ranks, self._memory)
+        is_last = self._remaining_restarts == 0
+        self.failures = in_order([*own, *(self._hosts.exchange(own) if is_last else [])])
+        if self.failures:
+            world_size = worker_group.workers[0].world_size
+            self._on_failure(self.failures, world_size, 0 if is_last else self._restart_count + 1)

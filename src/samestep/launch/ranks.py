@@ -1,0 +1,80 @@
+"""All ranks of this host, one attempt after the other: start, signal, end."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from samestep.launch import processes
+from samestep.launch.output import Output
+from samestep.launch.rank import Place, Rank, start_rank
+
+GRACE_S = 2.5  # from the first signal to SIGKILL
+_KILLED_S = 1.0  # a process in uninterruptible sleep survives SIGKILL: do not wait for it for ever
+
+
+class LocalRanks:
+    """The ranks that run on this host now.
+
+    Args:
+        command: what `worker.py` is to run.
+        folder: for the ranks' error files.
+        output: shows what they print.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, output: Output) -> None:
+        self.running: list[Rank] = []
+        self.stop_signal = int(signal.SIGTERM)
+        self._command = command
+        self._folder = folder
+        self._output = output
+        self._is_early = False
+
+    def start_early(self, place: Place) -> None:
+        """Start the first attempt's ranks; the next `start` finds them running."""
+        self.start(place)
+        self._is_early = True
+
+    def start(self, place: Place) -> list[Rank]:
+        """The ranks of `place`, running."""
+        if self._is_early:
+            self._is_early = False
+            assert [rank.rank for rank in self.running] == list(place.ranks)
+            return self.running
+        self.running = []
+        for local_rank in range(place.num_local_ranks):
+            self.running.append(start_rank(place, local_rank, self._command, self._folder, self._output))
+        return self.running
+
+    def send(self, signum: int) -> None:
+        """Send all of them a signal."""
+        for rank in self.running:
+            if rank.poll() is None:
+                rank.send(signum)
+
+    def end(self) -> None:
+        """All of them have ended, and their children: asked by `stop_signal`, then killed."""
+        running = [rank for rank in self.running if rank.poll() is None]
+        for rank in running:
+            rank.ended_by_launcher = True
+            rank.send(self.stop_signal)
+        _wait_for(running, GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """All of them have been killed, and their children."""
+        running = [rank for rank in self.running if rank.poll() is None]
+        for rank in running:
+            rank.ended_by_launcher = True
+            processes.end_session(rank.pid)
+        _wait_for(running, _KILLED_S)
+        processes.end_orphans(keep=[rank.pid for rank in running if rank.poll() is None])
+
+
+def _wait_for(ranks: Sequence[Rank], patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    while (left := [rank for rank in ranks if rank.poll() is None]) and time.monotonic() < deadline:
+        ranks = left
+        time.sleep(0.01)

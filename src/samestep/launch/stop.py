@@ -1,0 +1,62 @@
+"""Signals to the launcher: the first one ends the run in order, the second one at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+from samestep.launch.ranks import LocalRanks
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Stopped(BaseException):
+    """Raised in the main thread by the first signal that asks the launcher to end."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+class SignalWatch:
+    """While entered, signals become `Stopped`; SIGUSR1 and SIGUSR2 go on to the ranks.
+
+    Args:
+        local_ranks: get SIGINT as SIGINT, so that a script may catch KeyboardInterrupt and save; other
+            signals as SIGTERM. The second signal kills them, and this process.
+    """
+
+    def __init__(self, local_ranks: LocalRanks) -> None:
+        self._local_ranks = local_ranks
+        self._has_stopped = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> SignalWatch:
+        for signum in (*_ENDING, *_PASSED_ON):
+            before = signal.getsignal(signum)
+            # `nohup` and a shell's `&` ask for signals to be ignored.
+            if before is not signal.SIG_IGN:
+                self._before[signum] = signal.signal(
+                    signum, self._end if signum in _ENDING else self._forward
+                )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _end(self, signum: int, frame: FrameType | None) -> None:
+        if self._has_stopped:
+            self._local_ranks.kill()
+            os._exit(128 + signum)
+        self._has_stopped = True
+        self._local_ranks.stop_signal = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
+        raise Stopped(signum)
+
+    def _forward(self, signum: int, frame: FrameType | None) -> None:
+        self._local_ranks.send(signum)
