@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,24 +11,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.nn.parameter import UninitializedParameter
 
 from samestep.errors import GradientError
-from samestep.gradients.buckets import BucketPlan, ParameterInfo, plan_buckets
+from samestep.gradients.arguments import (
+    buffer_knobs,
+    check_parameters,
+    describe_parameters,
+    devices_from,
+    group_from,
+    ignored_names,
+)
+from samestep.gradients.buckets import BucketPlan, plan_buckets
+from samestep.gradients.buffer_sync import BufferSync
 from samestep.gradients.hooks import CommunicationHook, check_hook
+from samestep.gradients.in_backward import step_in_backward, take_over
 from samestep.gradients.join import JoinBlock, ReplicaJoinHook, announce
+from samestep.gradients.meeting import meet, serial_number
+from samestep.gradients.mixed import MixedPrecision
 from samestep.gradients.outputs import map_tensors, tensors_in
 from samestep.gradients.reducer import REDUCTIONS, Reducer
 from samestep.gradients.replicas import broadcast_tensors, verify_replicas
-from samestep.world import default_group
+from samestep.gradients.torch_names import TorchNames, tracing
+from samestep.gradients.tuner import CapTuner
 
 __all__ = ["DistributedDataParallel"]
 
-_IGNORED = "_ddp_params_and_buffers_to_ignore"  # the attribute that torch's own helpers set
 _current_task = torch._C._current_graph_task_id
+_MIB = 1024 * 1024
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     """A module whose gradients, after each backward, are the average over all ranks.
 
     Takes the place of `torch.nn.parallel.DistributedDataParallel`; every argument of torch's class is
@@ -38,7 +49,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Ranks: all construct it, in the same order as their other collectives, over models of the same
     parameters; rank 0's values go to all. Each backward outside of `no_sync()` is a collective. A forward
-    is one only in training mode with gradients enabled, if the module has buffers.
+    is one only in training mode with gradients enabled, if the module has buffers; or if parameters were
+    frozen, thawed, added or replaced since the last one, which all ranks must do alike.
 
     Memory: buckets of the size of all gradients; `param.grad` are views of them. While a bucket is
     reduced, its parameters' gradients change under way: use them after `backward()` has returned.
@@ -52,17 +64,20 @@ class DistributedDataParallel(nn.Module, Joinable):
             buffers out of the first broadcast.
         init_sync: compare the replicas and send rank 0's parameters and buffers to all.
         process_group: the ranks; default: the world.
-        bucket_cap_mb: size of the buckets in MiB; default 25, and 1 for the first.
+        bucket_cap_mb: size of the buckets in MiB; default 25, and 1 for the first. "auto" tries sizes in
+            the first 42 steps and keeps the fastest.
         find_unused_parameters: do not wait for parameters that this backward will not reach: buckets that
             hold them go out earlier. Nothing else depends on it.
         check_reduction: ignored; torch has it.
         gradient_as_bucket_view: gradients are always views of the buckets.
-        static_graph: promise that each backward fires as the first did: re-entrant checkpoints overlap too.
+        static_graph: a promise, which is checked, that each backward fires as the first did; then buckets
+            of re-entrant checkpoints overlap with backward too.
         delay_all_reduce_named_params: these are reduced with all others.
         param_to_hook_all_reduce: as above.
         mixed_precision: torch's `_MixedPrecision`: dtypes of parameters, reduction and buffers.
         device_mesh: a one-dimensional mesh, instead of `process_group`.
-        skip_all_reduce_unused_params: accepted; unused parameters cost a place in a bucket.
+        skip_all_reduce_unused_params: do not send parameters that the first backward did not use; a
+            promise that they stay unused on all ranks.
         bucket_cap_mb_list: the size of each bucket in turn; the last one holds for all that follow.
         batched_grad_copy: buckets with many small gradients are always filled at once.
         forward_sync_buffers: send rank 0's buffers to all in the first forward of each training step.
@@ -75,6 +90,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         WorldError: there is no process group yet.
     """
 
+    static_graph: bool
+    _reducer: Reducer
+    _buffer_sync: BufferSync
+    _tuner: CapTuner | None
+    _join_divides_by_initial: bool
+
     def __init__(
         self,
         module: nn.Module,
@@ -84,7 +105,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | str | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -100,7 +121,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         *,
         reduction: str = "mean",
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         Joinable.__init__(self)
         if reduction not in REDUCTIONS:
             raise GradientError(f"reduction={reduction!r}: it must be one of {', '.join(REDUCTIONS)}")
@@ -108,43 +129,56 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise GradientError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time"
             )
-        self.process_group = _group_from(process_group, device_mesh)
+        if isinstance(bucket_cap_mb, str) and bucket_cap_mb != "auto":
+            raise GradientError(f'bucket_cap_mb={bucket_cap_mb!r}: it must be a size in MiB or "auto"')
+        self.process_group = group_from(process_group, device_mesh)
+        self.device_mesh = device_mesh
         self.module = module
-        self.parameters_to_ignore: set[str] = set(getattr(module, _IGNORED, ()))
-        _check_parameters(module, self.parameters_to_ignore)
-        self.device_ids, self.output_device = _devices_from(module, device_ids, output_device)
+        self.parameters_to_ignore = ignored_names(module)
+        check_parameters(module, self.parameters_to_ignore)
+        self.device_ids, self.output_device = devices_from(module, device_ids, output_device)
         self.device = next(p.device for _, p in self._managed())
         self.dim = dim
-        sync_buffers, first_sync_buffers = _buffer_knobs(broadcast_buffers, forward_sync_buffers)
-        self.forward_sync_buffers = sync_buffers
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
-        self.mixed_precision = mixed_precision
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.reduction = reduction
         self.bucket_cap_mb = bucket_cap_mb
         self.bucket_cap_mb_list = list(bucket_cap_mb_list) if bucket_cap_mb_list is not None else None
-        self._buffers_due = True
+        self.mixed_precision = mixed_precision
         self._join_divides_by_initial = True
         self._hook: tuple[Any, CommunicationHook] | None = None
-        self._make_reducer(verify=init_sync)
+        each_step, at_start = buffer_knobs(broadcast_buffers, forward_sync_buffers)
+        self._bind(each_step=each_step, verify=init_sync)
         if init_sync:
-            self._sync_states(src=0, buffers=first_sync_buffers)
+            self._sync_states(src=0, buffers=at_start)
+        self._mixed: MixedPrecision | None = None
+        if mixed_precision is not None:
+            self._mixed = MixedPrecision(mixed_precision, module, self.parameters_to_ignore)
+            if self._mixed.reduce_dtype is not None:
+                self.register_comm_hook(self.process_group, self._mixed.reduce_hook)
 
     # Training
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What the module returns for these inputs; the backward through it will be synchronised."""
         training = torch.is_grad_enabled()
-        if training and _current_task() < 0:  # not when a re-entrant checkpoint computes it again
+        # A re-entrant checkpoint computes a forward again inside of the backward: no step begins then.
+        begins = training and _current_task() < 0
+        if begins:
             self._before_forward()
         if self.device_ids:
-            inputs, kwargs = self._moved(inputs, self.device_ids[0]), self._moved(kwargs, self.device_ids[0])
-        output = self.module(*inputs, **kwargs)
+            inputs, kwargs = self._moved(inputs), self._moved(kwargs)
+        run = self.module if self._mixed is None else self._mixed
+        with tracing(self):
+            output = run(*inputs, **kwargs)
         if training:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     self._reducer.watch_output(tensor)
+        if begins and self.training:
+            self._buffer_sync.after_forward()
         return output
 
     @contextlib.contextmanager
@@ -187,7 +221,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         Ranks: all.
         """
-        self._sync_buffers_now(src=0)
+        self._buffer_sync.now()
 
     def register_comm_hook(self, state: object, hook: CommunicationHook) -> None:
         """Full buckets go to `hook(state, bucket)`, which returns a future of the averaged gradients.
@@ -202,7 +236,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         if self._hook is not None:
             raise GradientError("register_comm_hook can only be called once: there is a hook already")
-        check_hook(hook)
+        with self._errors_noted():
+            check_hook(hook)
         self._hook = (state, hook)
         self._reducer.set_hook(state, hook)
 
@@ -258,27 +293,38 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._reducer.synchronise = value
 
     @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether training steps send rank 0's buffers to all."""
+        return self._buffer_sync.each_step
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        self._buffer_sync.each_step = value
+
+    @property
     def bucket_plan(self) -> BucketPlan:
-        """Which parameter's gradient travels in which bucket; `print` it."""
+        """Which parameter's gradient travels in which bucket; `print` it, or keep its `to_json()`."""
         return self._reducer.plan
+
+    def use_bucket_plan(self, plan: BucketPlan) -> None:
+        """Gradients travel as `plan` says from now on: that of the run which this one continues.
+
+        Ranks: all, with the same plan, between two steps.
+
+        Raises:
+            GradientError: it is the plan of another model.
+        """
+        if plan.parameters != self._reducer.plan.parameters:
+            raise GradientError(
+                f"the bucket plan is that of another model: its {len(plan.parameters)} parameters are not "
+                f"this one's {len(self.bucket_plan.parameters)}"
+            )
+        self._make_reducer(plan)
+        self._tuner = None
 
     def statistics(self) -> dict[str, Any]:
         """Counts, bytes and seconds of what was reduced so far, on this rank."""
         return self._reducer.statistics()
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """torch's name for `statistics()`."""
-        return self.statistics()
-
-    def _set_static_graph(self) -> None:
-        """torch's way to promise a static graph after construction."""
-        self.static_graph = True
-        self._reducer.static_graph = True
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Sequence[str]) -> None:
-        """Parameters and buffers of these names are left alone when `module` is wrapped: torch's API."""
-        setattr(module, _IGNORED, list(names))
 
     # Inside
 
@@ -287,26 +333,45 @@ class DistributedDataParallel(nn.Module, Joinable):
         ignored = self.parameters_to_ignore
         return [(n, p) for n, p in self.module.named_parameters() if p.requires_grad and n not in ignored]
 
-    def _managed_buffers(self) -> list[Tensor]:
-        return [b for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore]
-
-    def _make_reducer(self, *, verify: bool) -> None:
-        managed = self._managed()
-        infos = _describe(self.module, managed)
+    def _bind(self, *, each_step: bool, verify: bool) -> None:
+        """What hangs on the process group is made anew."""
+        group = self.process_group
+        self._serial = serial_number(group)
+        self._num_replans = 0
+        self._buffer_sync = BufferSync(self.module, self.parameters_to_ignore, group, each_step=each_step)
+        infos = describe_parameters(self.module, self._managed())
         if verify:
-            verify_replicas(infos, self.process_group)
-        plan = plan_buckets(infos, cap_mb=self.bucket_cap_mb, caps_mb=self.bucket_cap_mb_list)
+            verify_replicas(infos, group)
+        self._tuner = None
+        if self.bucket_cap_mb == "auto":
+            self._tuner = CapTuner(sum(info.bytes for info in infos) / _MIB, group)
+        self._make_reducer(self._plan())
+
+    def _plan(self) -> BucketPlan:
+        cap = self._tuner.cap_mb if self._tuner is not None else self.bucket_cap_mb
+        assert not isinstance(cap, str)
+        infos = describe_parameters(self.module, self._managed())
+        return plan_buckets(infos, cap_mb=cap, caps_mb=self.bucket_cap_mb_list)
+
+    def _make_reducer(self, plan: BucketPlan) -> None:
+        before: Reducer | None = self.__dict__.get("_reducer")
+        parameters = [p for _, p in self._managed()]
+        if before is not None:
+            before.close()
         self._reducer = Reducer(
             plan,
-            [p for _, p in managed],
+            parameters,
             self.process_group,
             reduction=self.reduction,
             static_graph=self.static_graph,
             release_unused=self.find_unused_parameters,
         )
+        if before is not None:
+            self._reducer.continue_from(before)
         if self._hook is not None:
             self._reducer.set_hook(*self._hook)
-        self._reducer.on_synchronised.append(self._on_synchronised)
+        self._steps_in_backward = take_over(parameters)
+        self._reducer.on_synchronised.append(self._after_backward)
         self._tables = [m._parameters for m in self.module.modules()]
         self._children = [m._modules for m in self.module.modules()]
         self._signature = self._signature_now()
@@ -319,42 +384,51 @@ class DistributedDataParallel(nn.Module, Joinable):
         found.append([len(children) for children in self._children])
         return found
 
-    def _on_synchronised(self) -> None:
-        self._buffers_due = True
-
     def _before_forward(self) -> None:
         self._reducer.settle()
         if not self._reducer.running and self._signature_now() != self._signature:
             self._replan()
-        src = 0
-        if self._join_config.enable:
-            src = self._announce_step()
-        if self.training and self.forward_sync_buffers and self._buffers_due:
-            self._buffers_due = False
-            self._sync_buffers_now(src=src)
+        if not self._steps_in_backward:
+            self._steps_in_backward = take_over([slot.param for slot in self._reducer.slots])
+        src = self._announce_step() if self._join_config.enable else 0
+        if self.training:
+            self._buffer_sync.before_forward(src=src)
+        self._reducer.clock.forward_began()
+
+    def _after_backward(self) -> None:
+        self._buffer_sync.after_backward()
+        if self._steps_in_backward:
+            step_in_backward([slot.param for slot in self._reducer.slots])
+        if self._tuner is not None and self._tuner.after_backward():
+            self._make_reducer(self._plan())
+        elif self.skip_all_reduce_unused_params and self._reducer.num_backwards == 1:
+            self._make_reducer(self._reducer.plan_of_used())
 
     def _replan(self) -> None:
         """Parameters were frozen, thawed, added or removed since the last forward, on all ranks alike."""
-        known = {id(slot.param) for slot in self._reducer.slots}
-        synchronise = self._reducer.synchronise
-        self._reducer.close()
-        _check_parameters(self.module, self.parameters_to_ignore)
-        self._make_reducer(verify=True)
-        self._reducer.synchronise = synchronise
-        new = [p for _, p in self._managed() if id(p) not in known]
-        broadcast_tensors(new, self.process_group)
+        check_parameters(self.module, self.parameters_to_ignore)
+        known = {slot.name: slot.param for slot in self._reducer.slots}
+        now = dict(self._managed())
+        new = {name: p for name, p in now.items() if known.get(name) is not p}
+        gone = [name for name in known if name not in now]
+        self._num_replans += 1
+        if self.process_group.size() > 1:
+            what = f"parameters changed (to train now: {list(new)[:3]}, no longer: {gone[:3]})"
+            meet(self.process_group, f"{self._serial}/{self._num_replans}", what)
+            verify_replicas(describe_parameters(self.module, self._managed()), self.process_group)
+        self._make_reducer(self._plan())
+        broadcast_tensors(new.values(), self.process_group)
 
     def _sync_states(self, *, src: int, buffers: bool) -> None:
         ignored = self.parameters_to_ignore
         tensors: list[Tensor] = [p for n, p in self.module.named_parameters() if n not in ignored]
         if buffers:
-            tensors += self._managed_buffers()
+            tensors += self._buffer_sync.named_buffers().values()
         broadcast_tensors(tensors, self.process_group, src=src)
 
-    def _sync_buffers_now(self, *, src: int) -> None:
-        broadcast_tensors(self._managed_buffers(), self.process_group, src=src)
-
-    def _moved(self, value: Any, device: torch.device) -> Any:
+    def _moved(self, value: Any) -> Any:
+        assert self.device_ids
+        device = self.device_ids[0]
         return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
 
     def _announce_step(self) -> int:
@@ -370,118 +444,28 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _leave_join(self) -> None:
         self._reducer.divisor = self.process_group.size()
 
-    # Copies
+    # Copies: everything but what hangs on the process group
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        for name in ("process_group", "_reducer", "_tables", "_children", "_signature"):
-            del state[name]
+        bound = ("process_group", "device_mesh", "_reducer", "_buffer_sync", "_tuner", "_tables", "_children")
+        state = {name: value for name, value in self.__dict__.items() if name not in bound}
+        state["_each_step"] = self.forward_sync_buffers
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.process_group = default_group()
-        self._make_reducer(verify=False)
+        self._restore(state, group_from(None, None))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
-        group, hook = self.process_group, self._hook
-        state = {k: copy.deepcopy(v, memo) for k, v in self.__getstate__().items() if k != "_hook"}
-        nn.Module.__setstate__(twin, state)
-        twin.process_group, twin._hook = group, hook
-        twin._make_reducer(verify=False)
+        state = self.__getstate__()
+        hook = state.pop("_hook")
+        twin._restore({**copy.deepcopy(state, memo), "_hook": hook}, self.process_group)
         return twin
 
-
-def _group_from(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
-    if device_mesh is None:
-        return process_group if process_group is not None else default_group()
-    if process_group is not None:
-        raise GradientError("Cannot specify both process_group and device_mesh arguments.")
-    if device_mesh.ndim != 1:
-        raise GradientError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-    group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
-    return group
-
-
-def _check_parameters(module: nn.Module, ignored: set[str]) -> None:
-    trained = False
-    for name, parameter in module.named_parameters():
-        if name in ignored:
-            continue
-        if isinstance(parameter, UninitializedParameter):
-            raise GradientError(
-                f"{name} is not initialised yet: run a dummy forward pass before wrapping the model"
-            )
-        trained = trained or parameter.requires_grad
-    if not trained:
-        raise GradientError(
-            f"{type(module).__name__} has no parameter to train: DistributedDataParallel is not needed "
-            "when a module doesn't have any parameter that requires a gradient"
-        )
-
-
-def _devices_from(
-    module: nn.Module,
-    device_ids: Sequence[int | torch.device] | None,
-    output_device: int | torch.device | None,
-) -> tuple[list[torch.device] | None, torch.device | None]:
-    devices = {p.device for p in module.parameters()}
-    kinds = {device.type for device in devices}
-    if len(kinds) != 1:
-        raise GradientError(
-            "DistributedDataParallel's input module must be on the same type of devices, but its parameters "
-            f"are on {', '.join(sorted(kinds))}"
-        )
-    if not device_ids and output_device is None:
-        return None, None
-    if device_ids is not None and len(device_ids) > 1:
-        raise GradientError("device_ids can only be None or contain a single element.")
-    kind = kinds.pop()
-    if kind == "cpu" or len(devices) > 1:
-        raise GradientError(
-            f"device_ids={device_ids} and output_device={output_device} are for a module on one accelerator, "
-            f"but its parameters are on {', '.join(sorted(map(str, devices)))}: drop them"
-        )
-    inputs = [_device(kind, d) for d in device_ids or ()]
-    outputs = _device(kind, output_device) if output_device is not None else inputs[0]
-    return inputs or None, outputs
-
-
-def _device(kind: str, device: int | torch.device) -> torch.device:
-    return torch.device(kind, device) if isinstance(device, int) else torch.device(device)
-
-
-def _buffer_knobs(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """(in each training step, at the start)"""
-    if forward_sync_buffers is not None:
-        if broadcast_buffers is not None:
-            warnings.warn(
-                "broadcast_buffers is ignored, since forward_sync_buffers says the same more exactly",
-                FutureWarning,
-                stacklevel=3,
-            )
-        return forward_sync_buffers, True
-    each = True if broadcast_buffers is None else broadcast_buffers
-    return each, each
-
-
-def _describe(module: nn.Module, managed: list[tuple[str, nn.Parameter]]) -> list[ParameterInfo]:
-    sparse = {
-        id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse
-    }
-    places = {device: i for i, device in enumerate(dict.fromkeys(p.device for _, p in managed))}
-    return [
-        ParameterInfo(
-            name=name,
-            shape=tuple(p.shape),
-            stride=tuple(p.stride()),
-            dtype=str(p.dtype).removeprefix("torch."),
-            device=p.device.type,
-            item_bytes=p.element_size(),
-            sparse=id(p) in sparse,
-            place=places[p.device],
-        )
-        for name, p in managed
-    ]
+    def _restore(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
+        each_step = state.pop("_each_step")
+        nn.Module.__setstate__(self, state)
+        self.process_group = group
+        self.device_mesh = None
+        self._bind(each_step=each_step, verify=False)

@@ -70,14 +70,15 @@ class ReplicaJoinHook(JoinHook):
 
     def __init__(self, model: DistributedDataParallel, *, divide_by_initial_world_size: bool) -> None:
         self._model = model
+        model._join_used = True
         model._join_divides_by_initial = divide_by_initial_world_size
 
     def main_hook(self) -> None:
         """One step of the others: buffers, and gradients if they synchronise them."""
         model = self._model
         facts = announce(model, active=False)
-        if model.training and model._buffers_due:
-            model._sync_buffers_now(src=facts.first_active)
+        if model.training:
+            model._buffer_sync.before_forward(src=facts.first_active)
         if facts.num_synchronising:
             model._set_join_divisor(facts.num_active)
             model._reducer.synchronise_now()
@@ -86,10 +87,10 @@ class ReplicaJoinHook(JoinHook):
         """All hold the parameters and buffers of the rank that had data longest."""
         model = self._model
         group = model.process_group
-        last = torch.tensor([group.rank() if is_last_joiner else -1])
-        last = last.to(collectives.device_of(group))
+        last = torch.tensor([group.rank() if is_last_joiner else -1], device=collectives.device_of(group))
         collectives.all_reduce(last, group, op=torch.distributed.ReduceOp.MAX).wait()
-        model._sync_states(src=int(last.item()), buffers=model.forward_sync_buffers)
+        model._authoritative_rank = int(last.item())  # torch's name
+        model._sync_states(src=model._authoritative_rank, buffers=model.forward_sync_buffers)
         model._leave_join()
 
 

@@ -3,8 +3,8 @@
 One gradient, from hook to optimizer:
 
     autograd adds to param.grad --post-accumulate hook--> `_on_gradient`: one more of its bucket's slots is
-    complete --all are--> `_launch_ready`: buckets go out in the agreed order: `Bucket.fill` puts
-    param.grad in its place in the buffer, `_launch` starts the all-reduce (or the user's hook)
+    complete --all are--> queue.py: buckets go out in the agreed order, each filled with its parameters'
+    gradients and all-reduced (or given to the user's hook)
     --end of the same backward--> `_finish`: the rest goes out, all are waited for, and param.grad, a view
     of the bucket, is the average.
 
@@ -12,19 +12,13 @@ One gradient, from hook to optimizer:
 A bucket with an unused parameter goes out at the end of backward, with zeros for it. Which parameters were
 used on no rank at all is known from the rides (rides.py), which travel in the last bucket: those keep
 the gradient that they had, None as a rule.
-
-[Note: Order of launch]
-Every rank must launch its buckets in the same order. It is the plan's, until rank 0 has seen in which order
-backward really fills them; rank 0's order is then sent to all: after the 1st, 10th and 100th
-synchronised backward and after every 1000th. Only the order of launch changes: what lies in which bucket,
-and so every sum, does not.
 """
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,15 +31,12 @@ from samestep.errors import GradientError
 from samestep.gradients.backward import BackwardWatch, reaches_any
 from samestep.gradients.bucket import Bucket, Slot, make_buckets
 from samestep.gradients.buckets import BucketPlan
-from samestep.gradients.hooks import CommunicationHook, GradBucket, result_of
-from samestep.gradients.rides import (
-    CARRIER_DTYPES,
-    MOST_ITEMS,
-    Rides,
-    num_rides,
-    read_rides,
-    write_rides,
-)
+from samestep.gradients.clock import Clock
+from samestep.gradients.higher_order import average_with_graph
+from samestep.gradients.hooks import CommunicationHook
+from samestep.gradients.meeting import serial_number
+from samestep.gradients.queue import BucketQueue
+from samestep.gradients.rides import MOST_ITEMS, Rides, num_rides, read_rides, write_rides
 from samestep.gradients.sparse import reduce_sparse
 
 __all__ = ["REDUCTIONS", "Reducer"]
@@ -88,28 +79,33 @@ class Reducer:
         self.reduction = reduction
         self.divisor = group.size()  # of a mean; fewer where ranks have run out of data (join.py)
         self.num_backwards = 0  # synchronised ones
-        self.on_backward: list[Callable[[bool], None]] = []  # called as each begins, with `synchronise`
+        self.is_static = True  # every backward so far has fired the same hooks
+        self.clock = Clock()
         self.on_synchronised: list[Callable[[], None]] = []  # called when the gradients are the same
+        self.num_used: tuple[int, ...] = (0,) * len(parameters)  # ranks that used each, last time
         self._items = 0
-        self._hook: tuple[Any, CommunicationHook] | None = None
         self._syncing = False
-        self._num_early = 0
-        self._wait_s = 0.0
+        self._keep_graph = False
+        self._usual_firings: list[int] | None = None  # per parameter, in the first backward
+        self._num_since_plan = 0
+        self._num_filled = 0
+        self._serial = serial_number(group)
 
         self.slots = [
             Slot(i, info.name, param)
             for i, (info, param) in enumerate(zip(plan.parameters, parameters, strict=True))
         ]
-        self.buckets = make_buckets(plan, self.slots, num_rides(len(self.slots)))
         self._sparse = [self.slots[i] for i in plan.sparse]
-        self._order = list(range(len(self.buckets)))  # of launch
-        self._next = 0  # position in it of the bucket to go out next
-        self._num_filled = 0
-        self._in_flight: list[tuple[Bucket, Any]] = []
-        self._carry_alone: Tensor | None = None
-        self._choose_carrier()
-
+        rides = num_rides(len(self.slots))
         me = weakref.ref(self)  # hooks live as long as parameters do: they must not keep the reducer
+        self.queue = BucketQueue(
+            make_buckets(plan, self.slots, rides),
+            rides,
+            group,
+            facts=lambda: _alive(me)._facts(),
+            clock=self.clock,
+            where=lambda: _alive(me)._where(),
+        )
         self._watch = BackwardWatch(
             [slot.node for slot in self.slots],
             begin=lambda: _alive(me)._begin(),
@@ -127,13 +123,23 @@ class Reducer:
             handle.remove()
         self._handles.clear()
 
+    def continue_from(self, before: Reducer) -> None:
+        """Take over what `before`, which has another plan or other parameters, knows of this run."""
+        self.synchronise, self.divisor = before.synchronise, before.divisor
+        self.num_backwards, self.clock, self._items = before.num_backwards, before.clock, before._items
+        self.queue.num_early = before.queue.num_early
+        self.queue._clock = self.clock
+        unsynchronised = {id(slot.param) for slot in before.slots if slot.used}
+        for slot in self.slots:
+            slot.used = id(slot.param) in unsynchronised
+
     # What the wrapper calls
 
     def watch_output(self, tensor: Tensor) -> None:
         """The backward through `tensor`, an output that requires a gradient, will be noticed."""
         if tensor.grad_fn is not None:
-            watch = self._watch
-            tensor.register_hook(partial(_forward_to, weakref.ref(watch), self._reaches(tensor)))
+            reaches = reaches_any(tensor, self._nodes)
+            tensor.register_hook(partial(_forward_to, weakref.ref(self._watch), reaches))
 
     def settle(self) -> bool:
         """If the last backward raised midway, the ranks are in step again and its gradients are gone.
@@ -143,9 +149,9 @@ class Reducer:
         Returns:
             Whether there was one, synchronised, so that the other ranks know by now.
         """
-        if self._watch.abandoned and _current_task() < 0:
-            return self._settle()
-        return False
+        if not self._watch.abandoned or _current_task() >= 0:
+            return False
+        return self._settle()
 
     def count_items(self, items: int) -> None:
         """The micro-batch at hand counted `items` items: its weight in the average."""
@@ -160,13 +166,7 @@ class Reducer:
 
     def set_hook(self, state: Any, hook: CommunicationHook) -> None:
         """Full buckets are given to `hook(state, bucket)` instead of being all-reduced."""
-        self._hook = (state, hook)
-        self._choose_carrier()
-
-    @property
-    def has_hook(self) -> bool:
-        """Whether a communication hook was set."""
-        return self._hook is not None
+        self.queue.set_hook(state, hook)
 
     @property
     def running(self) -> bool:
@@ -176,58 +176,37 @@ class Reducer:
     def synchronise_now(self) -> None:
         """What was accumulated without synchronising is averaged now, without a backward.
 
-        Ranks: all. One that has accumulated nothing contributes nothing.
+        Ranks: all. One that has accumulated nothing contributes nothing; while others run a synchronised
+        backward, this takes part in it.
         """
         self.settle()
         if self.running:
             raise GradientError("sync_gradients() was called inside of a backward: call it after it")
         self._begin(force=True)
-        self._finish()
-
-    def statistics(self) -> dict[str, Any]:
-        """What the reducer has done so far: counts, bytes, seconds, the order of launch."""
-        return {
-            "world_size": self.group.size(),
-            "num_parameters": len(self.slots),
-            "num_buckets": len(self.buckets),
-            "bucket_bytes": [self.plan.bucket_bytes(b.index) for b in self.buckets],
-            "launch_order": list(self._order),
-            "num_synchronised_backwards": self.num_backwards,
-            "num_buckets_launched_early": self._num_early,
-            "wait_s": self._wait_s,
-        }
+        self._finish(force=True)
 
     # One backward
-
-    def _reaches(self, tensor: Tensor) -> bool:
-        return reaches_any(tensor, self._nodes)
 
     def _begin(self, *, force: bool = False) -> None:
         if self._watch.abandoned:
             self._settle()
         self._syncing = self.synchronise or force
-        for notify in self.on_backward:
-            notify(self._syncing)
         if not self._syncing:
             return
-        if torch.is_grad_enabled() and not force:
-            raise GradientError(
-                "backward(create_graph=True) would lose the graph of the averaged gradients: use "
-                "torch.autograd.grad(..., create_graph=True) for the inner gradient, or no_sync()"
-            )
-        for bucket in self.buckets:
-            bucket.reset()
-        self._next = 0
+        self.clock.backward_began()
+        self._keep_graph = torch.is_grad_enabled() and not force  # backward(create_graph=True)
+        self.queue.reset()
         self._num_filled = 0
-        self._in_flight = []
-        if self.release_unused and not force and self.num_backwards:
+        if self.reduction != "mean" and not force:
+            self._check_fresh()
+        if self.release_unused and not force and self._usual_firings is not None:
             self._release_unused()
 
     def _release_unused(self) -> None:
         for slot in self.slots:
             if slot.bucket is not None and not torch._C._will_engine_execute_node(slot.node):
                 slot.firings = slot.expected
-                slot.bucket.waiting -= 1
+                self._one_more_complete(slot.bucket)
 
     def _on_gradient(self, slot: Slot) -> None:
         watch = self._watch
@@ -244,134 +223,88 @@ class Reducer:
             # each of them. How often is known only at the end, unless it was promised to be constant.
             bucket.held = bucket.held or not self.static_graph
         if slot.firings == slot.expected:
-            bucket.waiting -= 1
-            if bucket.waiting == 0:
-                self._on_filled(bucket)
+            self._one_more_complete(bucket)
         elif slot.firings > slot.expected and bucket.launched:
             self._refuse_late(slot)
 
-    def _on_filled(self, bucket: Bucket) -> None:
+    def _one_more_complete(self, bucket: Bucket) -> None:
+        bucket.waiting -= 1
+        if bucket.waiting:
+            return
         bucket.filled_at = self._num_filled
         self._num_filled += 1
-        if self.num_backwards:  # the first one shows how often each fires: nothing goes out early
-            self._launch_ready()
+        # The first backward shows how often each parameter fires: nothing goes out early in it.
+        if self._usual_firings is not None and not self._keep_graph:
+            self.queue.launch_ready(self._scale_before())
 
-    def _launch_ready(self) -> None:
-        while self._next < len(self._order):
-            bucket = self.buckets[self._order[self._next]]
-            if bucket.waiting or bucket.held:
-                return
-            self._num_early += 1
-            self._launch(bucket)
-
-    def _launch(self, bucket: Bucket, *, abandoned: bool = False) -> None:
-        position = self._next
-        self._next += 1
-        bucket.launched = True
-        if self.group.size() == 1 and self._hook is None:
-            return
-        if abandoned:
-            bucket.gradients.zero_()
-        else:
-            bucket.fill(self._scale_before())
-        work: Any
-        if self._hook is not None:
-            state, hook = self._hook
-            work = hook(state, GradBucket(bucket, position, len(self._order)))
-        elif position == len(self._order) - 1 and self._carry_alone is None:
-            self._write_rides(bucket.rides, abandoned)
-            work = collectives.all_reduce(bucket.buffer, self.group)
-        else:
-            work = collectives.all_reduce(bucket.gradients, self.group)
-        self._in_flight.append((bucket, work))
-
-    def _finish(self) -> None:
+    def _finish(self, *, force: bool = False) -> None:
         if not self._syncing:
             return
+        self.clock.backward_ended()
         try:
-            rides = self._complete(abandoned=False)
-            if rides is not None and rides.abandoned:
-                for slot in self.slots:
-                    slot.param.grad = None
-                raise GradientError(
-                    f"rank {self.group.rank()}: {rides.abandoned} other rank(s) gave up in the middle of "
-                    "this backward (their own error says why): its gradients were dropped"
-                )
-            self._put_gradients(rides)
+            if self._keep_graph:
+                self._finish_with_graph()
+            else:
+                self._finish_in_buckets()
         finally:
             self._syncing = False
             self._items = 0
             for slot in self.slots:
                 slot.used = False
-        self._after_finish()
-
-    def _after_finish(self) -> None:
         self.num_backwards += 1
-        if self.num_backwards == 1 and self.static_graph:
-            for slot in self.slots:
-                slot.expected = max(1, slot.firings)
-        if self.group.size() > 1 and _is_time_to_agree(self.num_backwards) and len(self._order) > 1:
-            self._agree_on_order()
+        self._num_since_plan += 1
+        self.clock.synchronised()
+        self._learn(forced=force)
         for notify in self.on_synchronised:
             notify()
 
-    def _complete(self, *, abandoned: bool) -> Rides | None:
-        """All that has not gone out goes out, and all is waited for. None: the rides tell nothing new."""
-        unused = not all(slot.used for slot in self.slots)
-        while self._next < len(self._order):
-            self._launch(self.buckets[self._order[self._next]], abandoned=abandoned)
-        if self.group.size() == 1:
-            self._wait()
-            return Rides(tuple(int(slot.used) for slot in self.slots), self._items)
-        alone = self._carry_alone
-        work = None
-        if alone is not None:
-            self._write_rides(alone, abandoned)
-            work = collectives.all_reduce(alone, self.group)
-        self._wait()
-        if work is not None:
-            work.wait()
-        self._reduce_sparse(abandoned)
-        carrier = alone if alone is not None else self.buckets[self._order[-1]].rides
-        on_cpu = carrier.device.type == "cpu"  # elsewhere, looking costs a wait for the device
-        return read_rides(carrier) if unused or on_cpu or self.reduction == "weighted" else None
-
-    def _wait(self) -> None:
-        start = time.perf_counter()
-        for bucket, work in self._in_flight:
-            try:
-                if self._hook is not None:
-                    result = result_of(work, self._hook[1])
-                    if result.data_ptr() != bucket.buffer.data_ptr():
-                        bucket.gradients.copy_(result.view(-1))
-                else:
-                    work.wait()
-            except RuntimeError as error:
-                if isinstance(error, GradientError):
-                    raise
-                raise GradientError(self._what_failed(bucket, error)) from error
-        self._in_flight = []
-        self._wait_s += time.perf_counter() - start
-
-    def _what_failed(self, bucket: Bucket, error: Exception) -> str:
-        position = self._order.index(bucket.index) + 1
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return (
-            f"rank {self.group.rank()} of {self.group.size()}: synchronised backward "
-            f"{self.num_backwards + 1}, {bucket.describe()}, the {position}. of {len(self._order)} to go "
-            f"out, was not reduced: {reason}"
-        )
-
-    def _put_gradients(self, rides: Rides | None) -> None:
+    def _finish_in_buckets(self) -> None:
+        rides = self.queue.complete(self._scale_before())
+        self._reduce_sparse(contribute=True)
+        if rides.abandoned:
+            for slot in self.slots:
+                slot.param.grad = None
+            raise GradientError(
+                f"rank {self.group.rank()}: {rides.abandoned} other rank(s) gave up in the middle of this "
+                "backward (their own error says why): its gradients were dropped"
+            )
+        self.num_used = rides.used
         factor = self._scale_after(rides)
         if factor != 1.0:
-            for bucket in self.buckets:
+            for bucket in self.queue.buckets:
                 bucket.gradients.mul_(factor)
-        if rides is None:
-            return
         for slot, num_used in zip(self.slots, rides.used, strict=True):
             if num_used and not slot.used and slot.view is not None:
                 slot.param.grad = slot.view
+
+    def _finish_with_graph(self) -> None:
+        """[Note: create_graph] No buckets: each average is a node of the graph, see higher_order.py."""
+        alone = torch.zeros(num_rides(len(self.slots)), device=collectives.device_of(self.group))
+        write_rides(alone, *self._facts(), abandoned=False)
+        collectives.all_reduce(alone, self.group).wait()
+        rides = read_rides(alone)
+        scale = self._scale_before() * self._scale_after(rides)
+        for slot, num_used in zip(self.slots, rides.used, strict=True):
+            if num_used:
+                average_with_graph(slot.param, self.group, scale)
+
+    def _learn(self, *, forced: bool) -> None:
+        """From the backward just done: how often each parameter fires, and in what order buckets fill."""
+        firings = [slot.firings for slot in self.slots]
+        size = len(self.queue.buckets)
+        if self.group.size() > 1 and size > 1 and _is_time_to_agree(self._num_since_plan):
+            self.queue.agree_on_order()
+        if forced or self._keep_graph:
+            return
+        if self._usual_firings is None:
+            self._usual_firings = firings
+            if self.static_graph:
+                for slot in self.slots:
+                    slot.expected = max(1, slot.firings)
+        elif firings != self._usual_firings:
+            self.is_static = False
+            if self.static_graph:
+                self._refuse_change(firings)
 
     def _settle(self) -> bool:
         syncing, self._syncing = self._syncing, False
@@ -383,64 +316,98 @@ class Reducer:
             slot.param.grad = None
             slot.used = False
         self._items = 0
-        self._complete(abandoned=True)
+        self.queue.complete(1.0, abandoned=True)
+        self._reduce_sparse(contribute=False)
         return True
 
-    # Scales, rides, order
+    # Scales and facts
 
     def _scale_before(self) -> float:
-        return 1.0 / self.divisor if self.reduction == "mean" and self._hook is None else 1.0
+        return 1.0 / self.divisor if self.reduction == "mean" and self.queue.hook is None else 1.0
 
-    def _scale_after(self, rides: Rides | None) -> float:
+    def _scale_after(self, rides: Rides) -> float:
         # A hook divides by the number of ranks by itself, as torch's do.
-        undone = float(self.group.size()) if self._hook is not None else 1.0
+        undone = float(self.group.size()) if self.queue.hook is not None else 1.0
+        if self.reduction == "mean":
+            return undone / self.divisor if self.queue.hook is not None else 1.0
         if self.reduction == "sum":
             return undone
-        if self.reduction == "weighted":
-            assert rides is not None
-            if rides.items == 0:
-                raise GradientError(
-                    'reduction="weighted", but no rank counted any items in this step: call '
-                    "model.weigh(loss, items) or model.count_items(items) for each micro-batch"
-                )
-            return undone / rides.items
-        return 1.0
+        if rides.items == 0:
+            raise GradientError(
+                'reduction="weighted", but no rank counted any items in this step: call '
+                "model.weigh(loss, items) or model.count_items(items) for each micro-batch"
+            )
+        return undone / rides.items
 
-    def _write_rides(self, rides: Tensor, abandoned: bool) -> None:
-        used = [slot.used for slot in self.slots]
-        write_rides(rides, None if all(used) else used, self._items, abandoned)
+    def _facts(self) -> tuple[list[bool], int]:
+        return [slot.used for slot in self.slots], self._items
 
-    def _choose_carrier(self) -> None:
-        """The rides travel in the last bucket, or alone where a hook or a narrow dtype forbids that."""
-        last = self.buckets[self._order[-1]] if self.buckets else None
-        if self._hook is None and last is not None and last.buffer.dtype in CARRIER_DTYPES:
-            self._carry_alone = None
-            return
-        device = collectives.device_of(self.group)
-        self._carry_alone = torch.zeros(num_rides(len(self.slots)), device=device)
+    def _where(self) -> str:
+        return f"synchronised backward {self.num_backwards + 1} of model {self._serial}"
 
-    def _agree_on_order(self) -> None:
-        never = len(self.buckets)
-        turns = [never if b.filled_at < 0 or b.held else b.filled_at for b in self.buckets]
-        order = sorted(self._order, key=lambda index: turns[index])  # stable: ties stay as they were
-        word = torch.tensor(order, dtype=torch.int64, device=collectives.device_of(self.group))
-        collectives.broadcast(word, self.group, src=0).wait()
-        self._order = [int(index) for index in word.tolist()]
-        self._choose_carrier()
-
-    def _reduce_sparse(self, abandoned: bool) -> None:
-        if self._sparse:
+    def _reduce_sparse(self, *, contribute: bool) -> None:
+        if self._sparse and self.group.size() > 1:
             scale = 1.0 / self.divisor if self.reduction == "mean" else 1.0
-            params = [slot.param for slot in self._sparse]
-            reduce_sparse(params, scale, self.group, contribute=not abandoned)
+            reduce_sparse([slot.param for slot in self._sparse], scale, self.group, contribute=contribute)
+
+    # Facts for the wrapper
+
+    def plan_of_used(self) -> BucketPlan:
+        """The plan without the parameters that the last backward used on no rank."""
+        used = [tuple(i for i in members if self.num_used[i]) for members in self.plan.buckets]
+        return replace(self.plan, buckets=tuple(members for members in used if members))
+
+    @property
+    def unused_bytes(self) -> int:
+        """The size of the parameters that the last backward used on no rank."""
+        pairs = zip(self.plan.parameters, self.num_used, strict=True)
+        return sum(p.bytes for p, used in pairs if not used) if self.num_backwards else 0
+
+    def statistics(self) -> dict[str, Any]:
+        """What the reducer has done so far: counts, bytes, seconds, the order of launch."""
+        return {
+            "world_size": self.group.size(),
+            "num_parameters": len(self.slots),
+            "num_buckets": len(self.queue.buckets),
+            "bucket_bytes": [self.plan.bucket_bytes(b.index) for b in self.queue.buckets],
+            "launch_order": list(self.queue.order),
+            "num_synchronised_backwards": self.num_backwards,
+            "num_buckets_launched_early": self.queue.num_early,
+            "backward_s": self.clock.sum_backward_ns / 1e9,
+            "wait_s": self.clock.sum_wait_ns / 1e9,
+        }
 
     # Refusals
+
+    def _check_fresh(self) -> None:
+        """A sum over ranks must not take in a gradient that is the same on all of them already."""
+        for slot in self.slots:
+            if slot.used or slot.param.grad is None or slot.param.grad is not slot.view:
+                continue
+            if slot.param.grad.any():
+                raise GradientError(
+                    f"{slot.name} still has the gradient of the last synchronised backward, which "
+                    f'reduction="{self.reduction}" would count once per rank: call optimizer.zero_grad()'
+                )
 
     def _refuse_late(self, slot: Slot) -> None:
         raise GradientError(
             f"rank {self.group.rank()}: the gradient of {slot.name} grew after it had been reduced: a "
             "re-entrant checkpoint used it again, which no backward before this one did. Use "
             "checkpoint(..., use_reentrant=False)"
+        )
+
+    def _refuse_change(self, firings: list[int]) -> None:
+        assert self._usual_firings is not None
+        changed = [
+            f"{slot.name} ({before} -> {now} times)"
+            for slot, before, now in zip(self.slots, self._usual_firings, firings, strict=True)
+            if before != now
+        ]
+        raise GradientError(
+            "Your training graph has changed in this iteration, which static_graph=True promised it would "
+            f"not: gradients fired differently for {', '.join(changed[:5])}"
+            f"{' ...' if len(changed) > 5 else ''}. Drop static_graph"
         )
 
     def _refuse_grad_of_parameters(self) -> None:
