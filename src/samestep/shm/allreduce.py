@@ -45,6 +45,7 @@ class AllReduce:
         self._heap = heap
         self.label = label
         self._reduction = reduction
+        self.premultiplies = reduction.name == "PREMUL_SUM"
         self._dtype = dtype
         self._shape = shape
         self._numel = shape.numel()

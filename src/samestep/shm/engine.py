@@ -30,10 +30,23 @@ _NUM_YIELDS = 20
 class Operation:
     """A collective, send or receive in flight on this rank."""
 
-    __slots__ = ("blocked", "deadline", "done", "error", "needs_all", "on_done", "progress", "title")
+    __slots__ = (
+        "_what",
+        "blocked",
+        "deadline",
+        "done",
+        "error",
+        "needs_all",
+        "on_done",
+        "progress",
+        "sequence",
+    )
 
-    def __init__(self, title: str, progress: Progress, deadline: float, *, needs_all: bool = True) -> None:
-        self.title = title  # for messages: kind, shape, sequence number
+    def __init__(
+        self, what: str, sequence: int, progress: Progress, deadline: float, *, needs_all: bool = True
+    ) -> None:
+        self._what = what
+        self.sequence = sequence
         self.progress = progress
         self.deadline = deadline
         self.needs_all = needs_all  # the death of any peer ends it
@@ -41,6 +54,11 @@ class Operation:
         self.done = False
         self.error: BaseException | None = None
         self.on_done: list[Callable[[], None]] = []
+
+    @property
+    def title(self) -> str:
+        """What to call it in messages."""
+        return f"collective number {self.sequence} ({self._what})" if self.sequence else self._what
 
 
 class Engine:
@@ -72,6 +90,7 @@ class Engine:
         self._num_waiting = 0
         self._thread: threading.Thread | None = None
         self._call_thread = threading.Event()
+        self._called = False  # the thread has been, and has not looked yet
         self._hurry = False
         self._closed = False
         cores = len(os.sched_getaffinity(0))
@@ -86,23 +105,28 @@ class Engine:
         """Why the group can no longer be used; None as long as it can."""
         return self._broken
 
-    def start(self, operation: Operation) -> None:
-        """Take up `operation` and move it as far as it goes without waiting."""
+    def start(self, make: Callable[[], Operation]) -> Operation:
+        """Take up the operation that `make` returns and move it as far as it goes without waiting.
+
+        Raises:
+            CollectiveError: the group is broken.
+        """
         with self._lock:
-            self._add(operation)
+            operation = self._take_up(make)
             self._step()
         self._report_done()
         if not operation.done:
             self._ensure_thread()
+        return operation
 
-    def run(self, operation: Operation) -> None:
-        """Take up `operation` and return when it is done.
+    def run(self, make: Callable[[], Operation]) -> None:
+        """Take up the operation that `make` returns, and return when it is done.
 
         Raises:
             CollectiveError: it failed.
         """
         with self._lock:
-            self._add(operation)
+            operation = self._take_up(make)
             self._drive(operation)
         self._report_done()
         if operation.error is not None:
@@ -162,10 +186,12 @@ class Engine:
             self._signals.rise()
             thread.join()
 
-    def _add(self, operation: Operation) -> None:
+    def _take_up(self, make: Callable[[], Operation]) -> Operation:
         if self._broken is not None:
-            raise CollectiveError(f"the group is broken, {operation.title} cannot run: {self._broken}")
+            raise CollectiveError(f"the group can no longer be used: {self._broken}")
+        operation = make()
         self._active.append(operation)
+        return operation
 
     def _step(self) -> bool:
         """Resume each operation once; whether any of them got further."""
@@ -199,6 +225,9 @@ class Engine:
         own_thread = operation is None
         self._num_waiting += 0 if own_thread else 1
         try:
+            # The group's own thread does not spin: it would do so with Python's lock held.
+            spin_s = 0.0 if own_thread else self._spin_s
+            most_yields = 0 if own_thread else self._num_yields
             quiet_since = 0.0
             num_yields = 0
             lying = False
@@ -221,9 +250,9 @@ class Engine:
                 now = time.monotonic()
                 if not quiet_since:
                     quiet_since = now
-                elif now - quiet_since < self._spin_s:
+                elif now - quiet_since < spin_s:
                     continue
-                if num_yields < self._num_yields:
+                if num_yields < most_yields:
                     num_yields += 1
                     self._sched_yield()
                     continue
@@ -233,8 +262,8 @@ class Engine:
             if lying:
                 self._signals.rise()
             self._num_waiting -= 0 if own_thread else 1
-            if self._active and not own_thread:
-                self._call_thread.set()
+            if self._active and not own_thread and self._thread is not None:
+                self._ensure_thread()
 
     def _sleep(self) -> None:
         nap = _NAP_S
@@ -322,7 +351,9 @@ class Engine:
         if self._thread is None:
             self._thread = threading.Thread(target=self._main, name="samestep-shm", daemon=True)
             self._thread.start()
-        self._call_thread.set()
+        if not self._called:
+            self._called = True
+            self._call_thread.set()
 
     def _main(self) -> None:
         while not self._closed:
@@ -330,6 +361,7 @@ class Engine:
             self._call_thread.clear()
             if self._grace_s and not self._hurry:
                 time.sleep(self._grace_s)
+            self._called = False
             with self._lock:
                 if self._num_waiting == 0 and not self._closed:
                     self._drive(None)
@@ -338,4 +370,4 @@ class Engine:
                     self._hurry = False
             self._report_done()
             if more:
-                self._call_thread.set()
+                self._ensure_thread()

@@ -8,7 +8,7 @@ value `sequence << _STEP_BITS | step`; flags only grow, so a slot can be told fr
 Private tensors travel through stages: a rank fills a stage of its own segment, posts, waits until all have
 posted, and drains its peers' stages. One such round needs one wait. All rounds of a group form one sequence,
 whatever collective they belong to, and round n uses stage n % NUM_STAGES. A rank that has seen all ranks post
-round n - 1 knows that they have drained round n - 2, so with two stages it may already fill the one of round n;
+round n - 1 knows that they have drained round n - 2, so with two stages it may already fill that of round n;
 all-reduce reads the rounds n - 1 and n - 2 in round n, hence three. Collectives take turns at the stages in
 the order of their sequence numbers; those whose tensors lie in shared memory need no turn.
 """
@@ -20,6 +20,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -29,14 +30,14 @@ from samestep.shm.heap import NOT_SHARED, Heap, Place
 from samestep.shm.region import CACHE_LINE, Layout, Region
 from samestep.shm.signal import Signals
 
-__all__ = ["Exchange", "Label"]
+__all__ = ["Exchange", "Label", "label_of"]
 
 _WORD = 8
 _STEP_BITS = 24
 _TEXT_BYTES = Layout.SLOT_BYTES - 2 * CACHE_LINE
 _MAX_VIEWS = 4096
 # Words of a slot, from its start; the flag has a cache line of its own.
-_FLAG, _DIGEST, _NUM_ROUNDS, _PLACE, _TEXT = 0, 8, 9, 10, 16
+_DIGEST, _NUM_ROUNDS, _NUM_BYTES, _PLACE, _TEXT = 8, 9, 10, 11, 16
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,12 @@ class Label:
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
         encoded = text.encode()[: _TEXT_BYTES - 1]
         return cls(text, digest, encoded + b"\0" * (_TEXT_BYTES - len(encoded)))
+
+
+@lru_cache(maxsize=1024)
+def label_of(text: str) -> Label:
+    """The label that says `text`."""
+    return Label.of(text)
 
 
 class Exchange:
@@ -103,7 +110,13 @@ class Exchange:
                 yield blocked
 
     def announce(
-        self, sequence: int, label: Label, *, num_rounds: int = 1, place: Place = NOT_SHARED
+        self,
+        sequence: int,
+        label: Label,
+        *,
+        num_rounds: int = 1,
+        num_bytes: int = 0,
+        place: Place = NOT_SHARED,
     ) -> Progress:
         """Describe the collective in its slot, once all ranks are done with what was there before."""
         oldest = sequence - Layout.NUM_SLOTS + 1
@@ -116,6 +129,7 @@ class Exchange:
         word = slot // _WORD
         self._mine[word + _DIGEST] = label.digest
         self._mine[word + _NUM_ROUNDS] = num_rounds
+        self._mine[word + _NUM_BYTES] = num_bytes
         if place is NOT_SHARED:
             self._mine[word + _PLACE] = -1
         else:
@@ -149,10 +163,10 @@ class Exchange:
             if words[word] != label.digest:
                 self._raise_mismatch(sequence)
 
-    def num_rounds(self, sequence: int) -> int:
-        """The most rounds that any rank announced, after step 1."""
-        word = self._layout.slot(sequence) // _WORD + _NUM_ROUNDS
-        return max(int(segment.words[word]) for segment in self._region.segments)
+    def num_bytes(self, sequence: int, rank: int) -> int:
+        """How many bytes `rank` shows altogether, after step 1."""
+        word = self._layout.slot(sequence) // _WORD + _NUM_BYTES
+        return int(self._region.segments[rank].words[word])
 
     def places(self, sequence: int) -> list[Place] | None:
         """Where each rank's tensor lies, after step 1; None if any of them is private."""
@@ -172,20 +186,20 @@ class Exchange:
         fill: Callable[[int, int], None],
         drain: Callable[[int, int], None],
         *,
-        negotiate: bool = False,
+        num_bytes: int = 0,
     ) -> Progress:
         """Run a whole collective: in each round `fill(i, stage)`, post, wait for all, `drain(i, stage)`.
 
         Args:
             sequence: number of the collective.
             label: what must agree.
-            num_rounds: how many rounds this rank needs, at least 1.
+            num_rounds: how many rounds this rank needs, at least 1; all run the most that any needs.
             fill: writes what belongs to round i into this rank's stage.
             drain: reads what belongs to round i from all ranks' stages.
-            negotiate: ranks may need different numbers of rounds: all run the most.
+            num_bytes: what this rank shows altogether, for its peers' checks.
         """
         yield from self.turn(sequence)
-        yield from self.announce(sequence, label, num_rounds=num_rounds)
+        yield from self.announce(sequence, label, num_rounds=num_rounds, num_bytes=num_bytes)
         index = 0
         while index < num_rounds:
             stage = self._round % Layout.NUM_STAGES
@@ -196,8 +210,7 @@ class Exchange:
             yield from self.wait(sequence, index)
             if index == 1:
                 self.check(sequence, label)
-                if negotiate:
-                    num_rounds = self.num_rounds(sequence)
+                num_rounds = self._most_rounds(sequence)
             drain(index - 1, stage)
         self.finish(sequence)
 
@@ -234,11 +247,20 @@ class Exchange:
         words = self._region.segments[rank].words
         flags = [int(words[self._layout.slot(n) // _WORD]) for n in range(Layout.NUM_SLOTS)]
         latest = max(flags)
-        who = f"rank {rank} (process {self._region.pids[rank]})"
         if latest == 0:
-            return f"{who}, which has joined no collective yet"
+            return f"{self.name(rank)}, which has joined no collective yet"
         sequence = latest >> _STEP_BITS
-        return f"{who}, whose latest collective is number {sequence}, {self._text(rank, sequence)}"
+        return (
+            f"{self.name(rank)}, whose latest collective is number {sequence}, {self._text(rank, sequence)}"
+        )
+
+    def name(self, rank: int) -> str:
+        """What to call `rank` in messages."""
+        return f"rank {rank} (process {self._region.pids[rank]})"
+
+    def _most_rounds(self, sequence: int) -> int:
+        word = self._layout.slot(sequence) // _WORD + _NUM_ROUNDS
+        return max(int(segment.words[word]) for segment in self._region.segments)
 
     def _text(self, rank: int, sequence: int) -> str:
         start = self._layout.slot(sequence) + _TEXT * _WORD
@@ -249,10 +271,7 @@ class Exchange:
         word = self._layout.slot(sequence) // _WORD + _DIGEST
         digests = [int(segment.words[word]) for segment in self._region.segments]
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        first, second = (
-            f"rank {rank} (process {self._region.pids[rank]}) called {self._text(rank, sequence)}"
-            for rank in (0, other)
-        )
+        first, second = (f"{self.name(rank)} called {self._text(rank, sequence)}" for rank in (0, other))
         raise CollectiveError(f"collective number {sequence} differs between ranks: {first}, but {second}")
 
 

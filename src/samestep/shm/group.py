@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import Store
 
 from samestep.errors import CollectiveError
-from samestep.shm.allreduce import AllReduce
-from samestep.shm.engine import Engine, Operation, Progress
-from samestep.shm.exchange import Exchange, Label
+from samestep.shm.calls import Call, Calls
+from samestep.shm.engine import Engine, Progress
+from samestep.shm.exchange import Exchange
 from samestep.shm.heap import Heap
-from samestep.shm.reduce import premultiplier, reduction
+from samestep.shm.issue import Issuer
+from samestep.shm.lanes import Lanes, Receipt
 from samestep.shm.region import Region
 from samestep.shm.signal import Signals
+from samestep.shm.tensors import Back, copying_back, describe, readable, writable
 from samestep.shm.works import ShmWork
 
 __all__ = ["ShmProcessGroup"]
 
 _GRACE_S = 0.002
-_MAX_PLANS = 1024
 
 
-class ShmProcessGroup(dist.ProcessGroup):
+# torch's stubs give every method several forms; torch itself calls the ones below.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose ranks are processes (or threads) of one host and talk through shared memory.
 
     Ranks: all of the group construct it over the same store.
@@ -43,14 +47,17 @@ class ShmProcessGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._rank = rank
         self._size = size
-        self._timeout_s = timeout.total_seconds()
         self._region = Region(store, rank, size, timeout)
         self._signals = Signals(self._region)
         self._heap = Heap(self._region)
         self._exchange = Exchange(self._region, self._signals, self._heap)
+        self._lanes = Lanes(self._region, self._signals)
         self._engine = Engine(self._region, self._signals, self._exchange.doing, grace_s=_GRACE_S)
-        self._sequence = 0
-        self._plans: dict[Any, Any] = {}
+        self._issuer = Issuer(self._engine, self._exchange, timeout.total_seconds())
+        self._calls = Calls(self._exchange, self._heap)
+        self._store = store
+        self._name = ""
+        self._desc = "undefined"
 
     # What torch asks a group.
 
@@ -70,9 +77,25 @@ class ShmProcessGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
+    def getGroupName(self) -> str:  # noqa: N802
+        """The name torch gave it."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Take the name torch gives it."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """What torch describes it as."""
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        """Take torch's description."""
+        self._desc = desc
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Collectives issued from now on may wait that long for other ranks."""
-        self._timeout_s = timeout.total_seconds()
+        self._issuer.timeout_s = timeout.total_seconds()
 
     def abort(self) -> None:
         """End all collectives in flight with an error, here and on all ranks; the group is of no more use.
@@ -117,7 +140,7 @@ class ShmProcessGroup(dist.ProcessGroup):
                 f"{error.strerror}"
             ) from error
 
-    # The collectives.
+    # The collectives, under the names by which torch.distributed and its C++ side call them.
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> ShmWork:
         """The tensor becomes the reduction of all ranks' tensors, along the tree.
@@ -126,111 +149,230 @@ class ShmProcessGroup(dist.ProcessGroup):
         """
         opts = opts or dist.AllreduceOptions()
         (tensor,) = tensors
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        op = opts.reduceOp
-        key = (tensor.shape, tensor.dtype, hash(op))
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plan_all_reduce(tensor, op)
-            self._keep_plan(key, plan)
-        factor = premultiplier(op) if plan.label.text.startswith("all_reduce(PREMUL") else None
-        if factor is not None:
-            tensor.mul_(factor)
-        if self._size == 1:
-            return ShmWork(self._engine, None, tensors)
-        if tensor.is_contiguous():
-            return self._launch(plan.label, plan.progress, tensor, tensors, opts)
-        return self._launch(
-            plan.label,
-            lambda sequence, strided: self._on_copy(plan, sequence, strided),
-            tensor,
-            tensors,
-            opts,
-        )
+        return self._launch(self._calls.reduce("all_reduce", tensor, opts.reduceOp), tensors, opts)
 
-    def _on_copy(self, plan: AllReduce, sequence: int, strided: torch.Tensor) -> Progress:
-        dense = strided.contiguous()
-        yield from plan.progress(sequence, dense)
-        strided.copy_(dense)
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> ShmWork:
+        """Each tensor becomes the reduction of its counterparts.
 
-    def _plan_all_reduce(self, tensor: torch.Tensor, op: Any) -> AllReduce:
-        name = op_name(op)
-        label = Label.of(f"all_reduce({name}) of {describe(tensor)}")
-        reducing = reduction(name, tensor.dtype, self._size)
-        return AllReduce(self._exchange, self._heap, label, reducing, tensor.shape, tensor.dtype)
+        Ranks: all, with equal lists.
+        """
+        opts = opts or dist.AllreduceCoalescedOptions()
+        calls = [self._calls.reduce("all_reduce", tensor, opts.reduceOp) for tensor in tensors]
+        return self._launch_all(calls, tensors, opts)
 
-    def _launch(
-        self,
-        label: Label,
-        progress: Callable[[int, torch.Tensor], Progress],
-        tensor: torch.Tensor,
-        results: list[torch.Tensor],
-        opts: Any,
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> ShmWork:
+        """The root's tensor becomes the reduction of all ranks' tensors; the others keep theirs.
+
+        Ranks: all, with equal shape, dtype, operation and root.
+        """
+        opts = opts or dist.ReduceOptions()
+        (tensor,) = tensors
+        root = opts.rootRank
+        target = tensor if self._rank == root else tensor.detach().clone()
+        return self._launch(self._calls.reduce(f"reduce to {root}", target, opts.reduceOp), tensors, opts)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> ShmWork:
+        """The tensor becomes the root's.
+
+        Ranks: all, with equal number of elements, dtype and root.
+        """
+        opts = opts or dist.BroadcastOptions()
+        (tensor,) = tensors
+        return self._launch(self._calls.broadcast(tensor, opts.rootRank), tensors, opts)
+
+    def allgather(
+        self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any = None
     ) -> ShmWork:
-        sequence = self._sequence = self._sequence + 1
-        self._exchange.join(sequence)
-        operation = Operation(
-            f"collective number {sequence}, {label.text},",
-            progress(sequence, tensor),
-            time.monotonic() + self._timeout_s,
+        """Output r becomes rank r's input. Sizes may differ from rank to rank.
+
+        Ranks: all, with equal dtype and equal sizes of the outputs.
+        """
+        (outputs,), (tensor,) = output_tensors, input_tensors
+        return self._launch(
+            self._calls.all_gather(outputs, tensor), output_tensors, opts or AllgatherOptions()
         )
-        if opts.asyncOp:
-            self._engine.start(operation)
-        else:
-            self._engine.run(operation)
-        return ShmWork(self._engine, operation, results)
 
-    def _keep_plan(self, key: Any, plan: Any) -> None:
-        if len(self._plans) >= _MAX_PLANS:
-            self._plans.clear()
-        self._plans[key] = plan
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> ShmWork:
+        """The output becomes all ranks' inputs, one after the other.
 
+        Ranks: all, with equal shape and dtype.
+        """
+        call = self._calls.all_gather_single(output, input)
+        return self._launch(call, output, opts or AllgatherOptions())
 
-def op_name(op: Any) -> str:
-    """The name of a reduce operation, "SUM" for example."""
-    kind = getattr(op, "op", op)
-    return str(kind).rpartition(".")[2]
+    def all_gather_single_coalesced(
+        self, output_list: list[torch.Tensor], input_list: list[torch.Tensor], opts: Any = None
+    ) -> ShmWork:
+        """As `all_gather_single`, for each pair.
 
+        Ranks: all, with equal lists.
+        """
+        pairs = zip(output_list, input_list, strict=True)
+        calls = [self._calls.all_gather_single(output, tensor) for output, tensor in pairs]
+        return self._launch_all(calls, output_list, opts or AllgatherOptions())
 
-def describe(tensor: torch.Tensor) -> str:
-    """Dtype and shape, "float32[3, 4]" for example."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    def allgather_coalesced(
+        self, output_lists: list[list[torch.Tensor]], input_list: list[torch.Tensor], opts: Any = None
+    ) -> ShmWork:
+        """As `allgather`, for each input; `output_lists[r]` holds what comes from rank r.
 
+        Ranks: all, with equal lists.
+        """
+        calls = [
+            self._calls.all_gather([outputs[index] for outputs in output_lists], tensor)
+            for index, tensor in enumerate(input_list)
+        ]
+        return self._launch_all(calls, output_lists, opts or AllgatherOptions())
 
-def _refuse(name: str) -> Callable[..., ShmWork]:
-    def refuse(self: ShmProcessGroup, *_: Any, **__: Any) -> ShmWork:
-        raise CollectiveError(f'backend="shm" has no {name} yet: use backend="gloo"')
+    def gather(
+        self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any = None
+    ) -> ShmWork:
+        """Output r of the root becomes rank r's input.
 
-    refuse.__name__ = name
-    refuse.__doc__ = f"Refused: there is no {name} yet."
-    return refuse
+        Ranks: all, with equal dtype and root.
+        """
+        opts = opts or dist.GatherOptions()
+        (tensor,) = input_tensors
+        outputs = output_tensors[0] if output_tensors else []
+        return self._launch(self._calls.gather(outputs, tensor, opts.rootRank), output_tensors, opts)
 
+    def scatter(
+        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any = None
+    ) -> ShmWork:
+        """The output becomes the root's input for this rank.
 
-for _name in (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "monitored_barrier",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "send",
-):
-    setattr(ShmProcessGroup, _name, _refuse(_name))
+        Ranks: all, with equal dtype and root.
+        """
+        opts = opts or dist.ScatterOptions()
+        (output,) = output_tensors
+        inputs = input_tensors[0] if input_tensors else []
+        return self._launch(self._calls.scatter(output, inputs, opts.rootRank), output_tensors, opts)
+
+    def alltoall(
+        self, output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], opts: Any = None
+    ) -> ShmWork:
+        """Output r becomes the input that rank r has for this rank. Sizes may differ.
+
+        Ranks: all, with equal dtype.
+        """
+        call = self._calls.all_to_all(output_tensors, input_tensors)
+        return self._launch(call, output_tensors, opts or dist.AllToAllOptions())
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
+    ) -> ShmWork:
+        """As `alltoall`, of the rows of one tensor; splits are numbers of rows, none means equal ones.
+
+        Ranks: all, with equal dtype.
+        """
+        call = self._calls.all_to_all_single(output, input, output_split_sizes, input_split_sizes)
+        return self._launch(call, [output], opts or dist.AllToAllOptions())
+
+    def reduce_scatter(
+        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any = None
+    ) -> ShmWork:
+        """The output becomes the reduction, along the tree, of all ranks' inputs for this rank.
+
+        Ranks: all, with equal dtype, operation and sizes of the inputs.
+        """
+        opts = opts or dist.ReduceScatterOptions()
+        (output,), (inputs,) = output_tensors, input_tensors
+        return self._launch(self._calls.reduce_scatter(output, inputs, opts.reduceOp), output_tensors, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> ShmWork:
+        """As `reduce_scatter`, of equal parts of one tensor.
+
+        Ranks: all, with equal shape, dtype and operation.
+        """
+        opts = opts or dist.ReduceScatterOptions()
+        return self._launch(self._calls.reduce_scatter_single(output, input, opts.reduceOp), [output], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, output_list: list[torch.Tensor], input_list: list[torch.Tensor], opts: Any = None
+    ) -> ShmWork:
+        """As `reduce_scatter_single`, for each pair.
+
+        Ranks: all, with equal lists.
+        """
+        opts = opts or dist.ReduceScatterOptions()
+        pairs = zip(output_list, input_list, strict=True)
+        calls = [self._calls.reduce_scatter_single(output, tensor, opts.reduceOp) for output, tensor in pairs]
+        return self._launch_all(calls, output_list, opts)
+
+    def barrier(self, opts: Any = None) -> ShmWork:
+        """Done when all ranks have joined, and what they issued before is done.
+
+        Ranks: all.
+        """
+        opts = opts or dist.BarrierOptions()
+        return self._launch(self._calls.barrier("barrier"), [], opts, opts.timeout)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Return when all ranks have joined.
+
+        Ranks: all.
+
+        Raises:
+            CollectiveError: one has not within `timeout`; which one, the message says.
+        """
+        self._launch(self._calls.barrier("monitored_barrier"), [], dist.BarrierOptions(), timeout).wait()
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> ShmWork:
+        """Rank `dst` can receive the tensor; done when it has been copied into the lane there.
+
+        Ranks: this one and `dst`, which must call `recv` with equal shape, dtype and tag.
+        """
+        (tensor,) = tensors
+        payload = readable(tensor)
+        return self._issuer.converse(
+            f"send to rank {dst} of {describe(tensor)}",
+            lambda: self._lanes.send(dst, tag, payload, tensor.dtype),
+            tensors,
+        )
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> ShmWork:
+        """The tensor becomes what rank `src` sends with this tag.
+
+        Ranks: this one and `src`, which must call `send` with equal shape, dtype and tag.
+        """
+        return self._receive(tensors, src, tag)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> ShmWork:
+        """The tensor becomes what the first rank sends with this tag; the work says which one it was.
+
+        Ranks: this one and a sender.
+        """
+        return self._receive(tensors, None, tag)
+
+    # Older names of the same.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    alltoall_base = all_to_all_single
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _launch(self, call: Call, results: Any, opts: Any, timeout: timedelta | None = None) -> ShmWork:
+        # torch says "the group's time-out" by a negative one.
+        timeout_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+        return self._issuer.launch(call, results, in_background=opts.asyncOp, timeout_s=timeout_s)
+
+    def _launch_all(self, calls: list[Call], results: Any, opts: Any) -> ShmWork:
+        return self._issuer.launch_all(calls, results, in_background=opts.asyncOp)
+
+    def _receive(self, tensors: list[torch.Tensor], src: int | None, tag: int) -> ShmWork:
+        (tensor,) = tensors
+        back: Back = []
+        receipt = Receipt(tag, tensor.dtype, writable(tensor, back))
+
+        def start() -> Progress:
+            return copying_back(self._lanes.receive(src, receipt), back)
+
+        sender = "any rank" if src is None else f"rank {src}"
+        work = self._issuer.converse(f"recv from {sender} of {describe(tensor)}", start, tensors)
+        work.receipt = receipt
+        return work

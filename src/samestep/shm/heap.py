@@ -12,7 +12,7 @@ from samestep.shm.region import Region, Segment
 
 __all__ = ["NOT_SHARED", "Heap", "Place"]
 
-_ALIGNMENT = 2 * 1024 * 1024
+_SLACK_BYTES = 2 * 1024 * 1024
 
 
 class Place(NamedTuple):
@@ -48,7 +48,7 @@ class Heap:
         """
         num_bytes = max(1, numel * dtype.itemsize)
         fitting = [
-            n for n in self._free if num_bytes <= self._mine[n].num_bytes <= 2 * num_bytes + _ALIGNMENT
+            n for n in self._free if num_bytes <= self._mine[n].num_bytes <= 2 * num_bytes + _SLACK_BYTES
         ]
         if fitting:
             number = min(fitting, key=lambda n: self._mine[n].num_bytes)
@@ -66,7 +66,7 @@ class Heap:
         address = tensor.data_ptr()
         for number, segment in enumerate(self._mine):
             offset = address - segment.address
-            if 0 <= offset and offset + tensor.nbytes <= segment.num_bytes:
+            if offset >= 0 and offset + tensor.nbytes <= segment.num_bytes:
                 return Place(number, segment.fd, segment.num_bytes, offset)
         return NOT_SHARED
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from samestep.errors import CollectiveError
 from samestep.tree import Span, halves
 
-__all__ = ["Reduction", "num_scratch", "premultiplier", "reduction"]
+__all__ = ["Reduction", "op_name", "premultiplier", "reduction"]
 
 _OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "SUM": torch.add,
@@ -95,11 +95,6 @@ def _steps(num_ranks: int) -> tuple[list[Step], int]:
     return steps, most
 
 
-def num_scratch(num_ranks: int) -> int:
-    """How many scratch tensors a reduction over `num_ranks` takes."""
-    return _steps(num_ranks)[1]
-
-
 @lru_cache(maxsize=256)
 def reduction(name: str, dtype: torch.dtype, num_ranks: int) -> Reduction:
     """The `Reduction` of that name.
@@ -108,6 +103,11 @@ def reduction(name: str, dtype: torch.dtype, num_ranks: int) -> Reduction:
         CollectiveError: torch does not know the operation for this dtype.
     """
     return Reduction(name, dtype, num_ranks)
+
+
+def op_name(op: Any) -> str:
+    """The name of a reduce operation, "SUM" for example."""
+    return str(getattr(op, "op", op)).rpartition(".")[2]
 
 
 def premultiplier(op: Any) -> Any:

@@ -215,7 +215,7 @@ def _reserve(num_ranks: int) -> tuple[Segment, int]:
 def _host() -> list[str]:
     """What two processes have in common exactly when they can look into each other under /proc."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return [boot, os.readlink("/proc/self/ns/pid")]
+    return [boot, str(Path("/proc/self/ns/pid").readlink())]
 
 
 def _check_hosts(cards: list[dict[str, Any]], rank: int) -> None:
@@ -228,6 +228,6 @@ def _check_hosts(cards: list[dict[str, Any]], rank: int) -> None:
             )
         if mine[1] != theirs[1]:
             raise WorldError(
-                f'backend="shm" needs ranks that see each other\'s processes, and ranks {rank} and {peer} are '
-                'in different containers: use backend="gloo", or start them in one PID namespace'
+                f'backend="shm" needs ranks in one PID namespace, and ranks {rank} and {peer} are '
+                'in different containers: use backend="gloo", or start them in one container'
             )

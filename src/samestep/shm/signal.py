@@ -9,10 +9,11 @@ On x86 stores become visible in program order and loads happen in program order 
 nothing; the second needs a full barrier between a store and a load, which is what the locked instruction
 that acquires a `threading.Lock` is.
 
-Elsewhere (aarch64, ...) neither holds by itself. There `fence` is membarrier(2), GLOBAL_EXPEDITED: when it
-returns, every running thread of every registered process has passed a full memory barrier. Each rank registers
-itself, and calls it between the data and the flag (`publish`) and between flag and look (`fence`). That is enough
-for readers, who call nothing: a flag that was read as set was read after that barrier, hence the data too.
+Elsewhere (aarch64, ...) neither holds by itself. There the fence is membarrier(2), GLOBAL_EXPEDITED: when it
+returns, every running thread of every registered process has passed a full memory barrier. Each rank
+registers itself, and calls it between the data and the flag, and between the flag and the look for sleepers.
+That is enough for readers, who call nothing: a flag that was read as set was read after that barrier, and so
+were the data.
 """
 
 from __future__ import annotations
@@ -140,5 +141,5 @@ class Signals:
         if self._syscall(self._num_membarrier, command, 0, 0):
             problem = os.strerror(ctypes.get_errno())
             raise WorldError(
-                f'backend="shm" orders memory by membarrier(2) here, which fails: {problem}: use backend="gloo"'
+                f'backend="shm" orders memory by membarrier(2) here, which fails ({problem}): use "gloo"'
             )

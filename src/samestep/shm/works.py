@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from samestep.shm.engine import Engine, Operation
+from samestep.shm.lanes import Receipt
 
 __all__ = ["ShmWork"]
 
 
-class ShmWork(dist._Work):  # type: ignore[name-defined, misc]  # not in torch's stubs
+class ShmWork(dist._Work):
     """A collective in flight, or done.
 
     Args:
@@ -28,7 +29,7 @@ class ShmWork(dist._Work):  # type: ignore[name-defined, misc]  # not in torch's
         self._operation = operation
         self._results = results
         self._future: Any = None
-        self.sender: int | None = None
+        self.receipt: Receipt | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when it is done.
@@ -67,7 +68,8 @@ class ShmWork(dist._Work):  # type: ignore[name-defined, misc]  # not in torch's
 
     def source_rank(self) -> int:
         """Who sent what was received."""
-        return -1 if self.sender is None else self.sender
+        source = None if self.receipt is None else self.receipt.source
+        return -1 if source is None else source
 
     def _source_rank(self) -> int:
         return self.source_rank()

@@ -1,0 +1,79 @@
+"""How a collective is issued: it gets its number and its place among those in flight."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from samestep.shm.calls import Call
+from samestep.shm.engine import Engine, Operation, Progress
+from samestep.shm.exchange import Exchange
+from samestep.shm.works import ShmWork
+
+__all__ = ["Issuer"]
+
+
+class Issuer:
+    """Issues the collectives of one rank of one group.
+
+    Args:
+        engine: moves them on.
+        exchange: keeps their slots.
+        timeout_s: how long each may wait for other ranks.
+    """
+
+    def __init__(self, engine: Engine, exchange: Exchange, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._engine = engine
+        self._exchange = exchange
+        self._sequence = 0
+        self._done = ShmWork(engine, None, None)
+
+    def launch(
+        self, call: Call, results: Any, *, in_background: bool, timeout_s: float | None = None
+    ) -> ShmWork:
+        """Issue one collective, and wait for it unless `in_background`."""
+
+        def make() -> Operation:
+            sequence = self._sequence + 1
+            progress = call.start(sequence)
+            self._sequence = sequence
+            self._exchange.join(sequence)
+            deadline = time.monotonic() + (timeout_s or self.timeout_s)
+            return Operation(call.label.text, sequence, progress, deadline)
+
+        return self._issue(make, results, in_background)
+
+    def launch_all(self, calls: Sequence[Call], results: Any, *, in_background: bool) -> ShmWork:
+        """Issue several collectives as one: they run one after the other."""
+
+        def make() -> Operation:
+            first = self._sequence + 1
+            progresses = [call.start(first + index) for index, call in enumerate(calls)]
+            self._sequence += len(calls)
+            for index in range(len(calls)):
+                self._exchange.join(first + index)
+            what = " + ".join(call.label.text for call in calls)
+            return Operation(what, first, _chain(progresses), time.monotonic() + self.timeout_s)
+
+        return self._issue(make, results, in_background)
+
+    def converse(self, what: str, start: Callable[[], Progress], results: Any) -> ShmWork:
+        """Issue a send or a receive: it has no number, and only its peer need take part."""
+
+        def make() -> Operation:
+            return Operation(what, 0, start(), time.monotonic() + self.timeout_s, needs_all=False)
+
+        return self._issue(make, results, in_background=True)
+
+    def _issue(self, make: Callable[[], Operation], results: Any, in_background: bool) -> ShmWork:
+        if in_background:
+            return ShmWork(self._engine, self._engine.start(make), results)
+        self._engine.run(make)
+        return self._done  # nobody but torch, which waits for it, sees this one
+
+
+def _chain(progresses: Sequence[Progress]) -> Progress:
+    for progress in progresses:
+        yield from progress
