@@ -192,7 +192,7 @@ class _Decoder:
         self._shared: dict[tuple[object, ...], torch.Tensor] = {}
         self._decoders: dict[str, Callable[[Any], Any]] = {
             "$float": lambda v: struct.unpack(">d", bytes.fromhex(v))[0],
-            "$complex": lambda v: complex(*map(self.decode, v)),
+            "$complex": self._complex,
             "$bytes": lambda v: base64.b64decode(v, validate=True),
             "$tuple": lambda v: tuple(self._list(v)),
             "$size": lambda v: torch.Size(v),
@@ -226,6 +226,10 @@ class _Decoder:
         if not isinstance(values, list):
             raise TypeError("a list was expected")
         return [self.decode(value) for value in values]
+
+    def _complex(self, value: Any) -> complex:
+        real, imaginary = self._list(value)
+        return complex(real, imaginary)
 
     def _pairs(self, pairs: list[Any]) -> list[tuple[Any, Any]]:
         return [(self.decode(key), self.decode(value)) for key, value in pairs]

@@ -64,6 +64,8 @@ def apply(name: str, target: Any, saved: Any, *, strict: bool) -> None:
             target.load_state_dict(_without_prefix(saved, target.state_dict()), strict=strict)
         else:
             target.load_state_dict(saved)
+        if isinstance(target, torch.optim.Optimizer):
+            _restore_dtypes(target, saved)
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{name!r} does not take its saved state: {first_line}") from error
@@ -123,6 +125,21 @@ def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Any) ->
             f"{name!r} in the checkpoint is of another optimizer: its parameter groups hold {saved_sizes} "
             f"parameters, this one's {own_sizes}. Build the optimizer over the same parameters and groups"
         )
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Undo what torch's `load_state_dict` did to state of another dtype than its parameter's: it casts it.
+
+    NAdam and ASGD keep float32 numbers beside bfloat16 parameters; cast, they would not be the saved bits.
+    """
+    names = [name for group in saved["param_groups"] for name in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        for key, value in saved["state"].get(name, {}).items():
+            loaded = optimizer.state[parameter].get(key)
+            both = isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor)
+            if both and loaded.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(loaded.device)
 
 
 def _listing(what: str, names: list[str]) -> list[str]:

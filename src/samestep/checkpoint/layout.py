@@ -140,7 +140,7 @@ def check_entry_names(names: list[object]) -> None:
 def dump_json(value: Any, *, indent: int | None = None) -> bytes:
     """`value` as JSON in ASCII."""
     separators = (",", ":") if indent is None else None
-    return json.dumps(value, allow_nan=False, indent=indent, separators=separators).encode("ascii") + b"\n"
+    return json.dumps(value, allow_nan=False, indent=indent, separators=separators).encode("ascii")
 
 
 def parse_json(data: bytes, where: str) -> Any:

@@ -20,7 +20,6 @@ from samestep.checkpoint.encoding import decode, tensor_names
 from samestep.checkpoint.layout import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
-    RANDOM,
     STATE,
     FileRecord,
     Manifest,
@@ -167,6 +166,7 @@ class _Reader:
         self.world_size = -1
         self.entries: dict[str, Any] = {}
         self.random: list[streams.RandomStates] | None = None
+        self._random_file: str | None = None
         self._manifest = Manifest({})
 
     def open(self) -> None:
@@ -178,14 +178,18 @@ class _Reader:
         state = self._json(STATE)
         try:
             self.step, self.world_size = state["step"], state["world_size"]
-            self.entries = state["entries"]
+            self.entries, self._random_file = state["entries"], state["random"]
             numbers = type(self.step) is int and type(self.world_size) is int
-            listed = all(e["tensors"] is None or e["tensors"] in self._files for e in self.entries.values())
             complete = all("value" in entry for entry in self.entries.values())
+            named = [self._random_file, *(entry["tensors"] for entry in self.entries.values())]
+            listed = all(map(self._is_listed, named))
         except (KeyError, TypeError, AttributeError):
-            numbers = listed = complete = False
-        if not (numbers and listed and complete):
+            numbers = complete = listed = False
+        if not (numbers and complete and listed):
             raise self._altered(STATE, "it does not describe a checkpoint's entries")
+
+    def _is_listed(self, file_name: Any) -> bool:
+        return file_name is None or (isinstance(file_name, str) and file_name in self._files)
 
     def read(self, names: list[str]) -> dict[str, Any]:
         """The values of the entries `names`."""
@@ -193,11 +197,11 @@ class _Reader:
 
     def read_random(self) -> None:
         """`random` is each rank's random states, if any were saved."""
-        if RANDOM in self._files:
-            states = self._json(RANDOM)
+        if self._random_file is not None:
+            states = self._json(self._random_file)
             if not isinstance(states, list) or len(states) != self.world_size:
-                raise self._altered(RANDOM, f"it is not a list of {self.world_size} ranks' states")
-            self.random = [streams.parse(state, str(self.path / RANDOM)) for state in states]
+                raise self._altered(self._random_file, f"it is not a list of {self.world_size} ranks' states")
+            self.random = [streams.parse(state, str(self.path / self._random_file)) for state in states]
 
     @property
     def _files(self) -> Mapping[str, FileRecord]:

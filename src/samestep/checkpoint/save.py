@@ -97,7 +97,8 @@ def save(
         _check_arguments(state, step, keep)
         captured = {name: capture(value) for name, value in state.items()}
         if is_writer:
-            contents.update(_contents(captured, step, 1 if group is None else group.size()))
+            world_size = 1 if group is None else group.size()
+            contents.update(_contents(captured, step, world_size, RANDOM if random_states else None))
         return {
             "step": step,
             "names": sorted(state),
@@ -135,7 +136,9 @@ def _check_equal(ranks: list[dict[str, Any]]) -> None:
                 )
 
 
-def _contents(captured: Mapping[str, object], step: int, world_size: int) -> dict[str, Iterable[memoryview]]:
+def _contents(
+    captured: Mapping[str, object], step: int, world_size: int, random: str | None
+) -> dict[str, Iterable[memoryview]]:
     """The bytes of each file but the manifest, made when they are asked for."""
     contents: dict[str, Iterable[memoryview]] = {}
     entries: dict[str, Any] = {}
@@ -145,7 +148,13 @@ def _contents(captured: Mapping[str, object], step: int, world_size: int) -> dic
         if tensors:
             contents[tensors_file(name)] = chunks_of(tensors)
     written_by = {"torch": str(torch.__version__), "num_threads": torch.get_num_threads()}
-    state = {"step": step, "world_size": world_size, "written_by": written_by, "entries": entries}
+    state = {
+        "step": step,
+        "world_size": world_size,
+        "written_by": written_by,
+        "random": random,
+        "entries": entries,
+    }
     try:
         contents[STATE] = [memoryview(dump_json(state))]
     except ValueError as error:  # a whole number of thousands of digits

@@ -44,18 +44,31 @@ def latest(
 
 def latest_in(directory: Path) -> Path | None:
     """As `latest`, for one process."""
-    found = max(checkpoints_in(directory), default=None)
-    return None if found is None else found[1]
+    while True:
+        listed = _list(directory)
+        found = max(_whole(listed), default=None)
+        if found is not None:
+            return found[1]
+        if _list(directory) == listed:
+            return None
+        # Another process has put a newer one there and removed all that were listed: look again.
 
 
 def checkpoints_in(directory: Path) -> Iterator[tuple[CheckpointName, Path]]:
     """The whole checkpoints in `directory`, in no order. Sizes are looked at, contents are not."""
+    return _whole(_list(directory))
+
+
+def _list(directory: Path) -> list[Path]:
     try:
-        entries = list(directory.iterdir())
+        return sorted(path for path in directory.iterdir() if not path.name.startswith("."))
     except FileNotFoundError:
-        return
+        return []
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints in {directory}: {error.strerror}") from error
+
+
+def _whole(entries: list[Path]) -> Iterator[tuple[CheckpointName, Path]]:
     for entry in entries:
         name = CheckpointName.parse(entry.name)
         if name is not None and not entry.is_symlink() and is_checkpoint(entry):

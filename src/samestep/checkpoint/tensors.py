@@ -58,7 +58,7 @@ def chunks_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
             "data_offsets": [begin, end],
         }
         begin = end
-    text = dump_json(header).strip()
+    text = dump_json(header)
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for name in names:
@@ -162,6 +162,6 @@ def _skip(read_into: Callable[[memoryview], None], num_bytes: int) -> None:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     if tensor.numel() == 0:
-        return memoryview(b"")
+        return memoryview(bytearray())
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array).cast("B")
