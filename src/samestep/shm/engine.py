@@ -187,6 +187,8 @@ class Engine:
             thread.join()
 
     def _take_up(self, make: Callable[[], Operation]) -> Operation:
+        if self._signals.alarmed() and self._broken is None:
+            self._hear()
         if self._broken is not None:
             raise CollectiveError(f"the group can no longer be used: {self._broken}")
         operation = make()
@@ -281,10 +283,9 @@ class Engine:
         """Fail if a peer has broken the group, has died or left, or if an operation's time is up."""
         if not self._active:
             return
-        for rank in range(self._region.num_ranks):
-            if rank != self._region.rank and self._signals.state(rank) == Signals.BROKEN:
-                self._break(self._signals.report(rank), None)
-                return
+        if self._signals.alarmed():
+            self._hear()
+            return
         gone = self._gone()
         if gone and not self._step():  # what it posted before it went still counts
             for operation in self._active:
@@ -300,6 +301,13 @@ class Engine:
                 rank = -1 if operation.blocked is None else operation.blocked[0]
                 peer = "any rank" if rank < 0 else self._describe_peer(rank)
                 self._break(f"{self._who()}: {operation.title} timed out waiting for {peer}", None)
+                return
+
+    def _hear(self) -> None:
+        """Somebody has broken the group: so has this rank, for the same reason."""
+        for rank in range(self._region.num_ranks):
+            if self._signals.state(rank) == Signals.BROKEN:
+                self._break(self._signals.report(rank), None)
                 return
 
     def _gone(self) -> dict[int, str]:

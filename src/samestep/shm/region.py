@@ -87,7 +87,8 @@ class Segment:
 class Layout:
     """Where things are in each rank's control segment, in bytes from its start; equal on all ranks.
 
-    token, state, asleep, finished   one word each, on cache lines of their own
+    token, state, asleep, finished   one word each, on cache lines of their own; beside the state `alarm`,
+                                     which whoever breaks the group sets in all segments
     report                           why this rank broke the group, as text
     slots                            one per collective in flight: a flag, then its description
     lanes                            one per peer, for send and recv: two counters, then a buffer
@@ -103,6 +104,7 @@ class Layout:
     REPORT_BYTES = 1024
     TOKEN = 0
     STATE = CACHE_LINE
+    ALARM = STATE + _WORD
     ASLEEP = 2 * CACHE_LINE
     FINISHED = 3 * CACHE_LINE
     REPORT = 4 * CACHE_LINE

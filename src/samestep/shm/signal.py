@@ -37,6 +37,7 @@ _ALL = 2**31 - 1
 _WORD = 8
 _ASLEEP = Layout.ASLEEP // _WORD
 _STATE = Layout.STATE // _WORD
+_ALARM = Layout.ALARM // _WORD
 
 
 class _Timespec(ctypes.Structure):
@@ -114,7 +115,14 @@ class Signals:
         memory = self._region.segments[self._region.rank].memory
         memory[Layout.REPORT : Layout.REPORT + len(text) + 1] = text + b"\0"
         self.post(_STATE, state)
+        if state == Signals.BROKEN:
+            for segment in self._region.segments:
+                segment.words[_ALARM] = 1
         self.rise()
+
+    def alarmed(self) -> bool:
+        """Whether some rank, maybe this one, has broken the group."""
+        return bool(self._mine[_ALARM])
 
     def report(self, rank: int) -> str:
         """What `rank` left to be read when it broke the group."""
