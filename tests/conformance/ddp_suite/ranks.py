@@ -27,7 +27,9 @@ import torch.distributed as dist
 from tests.conformance.ddp_suite.shim import exchange
 
 # What a rank reports because another one is gone; the other one's report is the one to show.
-_CONSEQUENCE = re.compile(r"[Cc]onnection (closed|reset)|[Tt]imed out|barrier timeout|Broken pipe")
+_CONSEQUENCE = re.compile(
+    r"[Cc]onnection (closed|reset)|[Tt]imed out|barrier timeout|Broken pipe|its own error says why"
+)
 _GRACE_S = 3.0
 
 Report = tuple[str, str, str]  # status, its detail, a traceback
