@@ -29,10 +29,13 @@ failed first (1 for an exception, 128 + N for signal N); 2 for a command that ma
 """
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(samestep.__version__, message="samestep %(version)s")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Data-parallel training in PyTorch: the same step on every process."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @cli.command(
@@ -62,7 +65,7 @@ def cli() -> None:
 @click.option("--rdzv-id", metavar="ID", help="The run's name. The same on all hosts.")
 @click.option(
     "--max-restarts",
-    type=click.IntRange(min=0),
+    type=int,
     default=0,
     metavar="N",
     help="How often all ranks are started anew after a failure.  [default: 0]",

@@ -36,7 +36,8 @@ from samestep.launch.ranks import LocalRanks
 
 __all__ = ["Agent", "RendezvousError", "quiet_torchelastic"]
 
-MONITOR_INTERVAL_S = 0.05
+MONITOR_INTERVAL_S = 0.05  # on one host: nothing but `waitid`
+MANY_HOSTS_MONITOR_INTERVAL_S = 0.2  # each time a question to the store
 CULPRIT_PATIENCE_S = 1.5  # how long a rank that lost a peer may wait for the one it lost to fail
 LEAVE_PATIENCE_S = 1.0  # how long a rank that has left its last word may take to go
 
@@ -121,6 +122,7 @@ class Agent(SimpleElasticAgent):
         rendezvous: gives hosts their place.
         local_ranks: starts and ends the ranks of this host.
         output: shows what they print.
+        check: called at each turn of the agent's loop; raises to end it.
         on_failure: called with the failures of an attempt, in order, the world size and the number of the
             restart that follows (0: none), before anything is restarted.
     """
@@ -132,6 +134,7 @@ class Agent(SimpleElasticAgent):
         local_ranks: LocalRanks,
         output: Output,
         *,
+        check: Callable[[], None],
         on_failure: Callable[[list[Failure], int, int], None],
     ) -> None:
         super().__init__(
@@ -141,12 +144,15 @@ class Agent(SimpleElasticAgent):
                 rdzv_handler=rendezvous,
                 entrypoint=sys.executable,
                 max_restarts=options.max_restarts,
-                monitor_interval=MONITOR_INTERVAL_S,
+                monitor_interval=(
+                    MONITOR_INTERVAL_S if options.is_one_host else MANY_HOSTS_MONITOR_INTERVAL_S
+                ),
             )
         )
         self.failures: list[Failure] = []
         self._local_ranks = local_ranks
         self._output = output
+        self._check = check
         self._on_failure = on_failure
         self._memory = OutOfMemoryCounter()
         self._hosts: Hosts | None = None
@@ -167,6 +173,7 @@ class Agent(SimpleElasticAgent):
             max_restarts=worker_group.spec.max_restarts,
         )
         self._local_ranks.start(place)
+        self.failures = []
         store: Any = worker_group.store
         self._hosts = Hosts(store, place.host_index, place.num_hosts)
         self._context = Ranks(self._local_ranks)
@@ -174,6 +181,7 @@ class Agent(SimpleElasticAgent):
         return self._context.pids()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._check()
         assert self._context is not None
         assert self._hosts is not None
         result = self._context.wait(0)
@@ -198,11 +206,17 @@ class Agent(SimpleElasticAgent):
         self._local_ranks.end()
 
     def _exit_barrier(self) -> None:
-        """Wait until the other hosts' ranks have ended too: the store may be this launcher's."""
+        """Wait until the other hosts' ranks have ended too."""
         assert self._hosts is not None
         self._hosts.finish()
         if self._hosts.have_failed():
             self._tell(self._worker_group)
+
+    def leave(self) -> None:
+        """Close the rendezvous, and wait a little for the others: its store may be this launcher's."""
+        self._worker_group.spec.rdzv_handler.shutdown()
+        if self._hosts is not None:
+            self._hosts.leave_together()
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
         # Events go nowhere; the base class asks the name service for this host's name for each of them.
@@ -222,7 +236,7 @@ class Agent(SimpleElasticAgent):
         self._output.drain(1.0)
         own = failures_of(self._context.ranks, self._memory)
         is_last = self._remaining_restarts == 0
-        self.failures = in_order([*own, *(self._hosts.exchange(own) if is_last else [])])
+        self.failures = in_order([*own, *self._hosts.exchange(own, is_last=is_last)])
         if self.failures:
             world_size = worker_group.workers[0].world_size
             self._on_failure(self.failures, world_size, 0 if is_last else self._restart_count + 1)

@@ -23,6 +23,8 @@ _LOST_PEER = re.compile(
     r"failed to recv|recvValue failed|heartbeat",
     re.IGNORECASE,
 )
+_MAX_LINE = 200
+
 # Death by a signal or os._exit is noticed only when the process is gone; its peers may notice earlier.
 _UNANNOUNCED_ADVANTAGE_S = 0.25
 
@@ -55,7 +57,7 @@ class Failure:
             return f"exit code {self.exit_code}"
         if self.killed_for_memory:
             return f"killed by the kernel, probably out of memory ({self.killed_for_memory})"
-        return f"killed by {signal_name(-self.exit_code)}"
+        return f"killed by {signal_name(-self.exit_code)}, which the launcher did not send"
 
     def to_json(self) -> str:
         """For the launchers of other hosts."""
@@ -140,5 +142,9 @@ def _afterwards(failure: Failure, first: Failure) -> str:
     if failure.ended_by_launcher:
         return "ended by the launcher"
     why = f", rank {first.rank} being gone" if failure.lost_a_peer else ""
-    what = failure.last_line or failure.how
+    what = _shortened(failure.last_line) or failure.how
     return f"failed later{why}: {what}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_LINE else f"{text[: _MAX_LINE - 3]}..."

@@ -38,23 +38,27 @@ class Hosts:
         except RuntimeError:
             return True
 
-    def exchange(self, own: Sequence[Failure]) -> list[Failure]:
-        """The failures of the other hosts' ranks, as far as they come within two seconds."""
+    def exchange(self, own: Sequence[Failure], *, is_last: bool) -> list[Failure]:
+        """The failures of the other hosts' ranks, as far as they come within two seconds.
+
+        Args:
+            own: those of this host's ranks, in order.
+            is_last: this launcher ends now, and so shall the others.
+        """
         if self._num_hosts == 1:
             return []
         others: list[Failure] = []
         with contextlib.suppress(RuntimeError):
             words = "\n".join(failure.to_json() for failure in own)
             self._store.set(f"{_PREFIX}/failures/{self._host_index}", words)
-            self._store.set(f"{_PREFIX}/failed", "1")
+            if is_last:
+                self._store.set(f"{_PREFIX}/failed", "1")
             keys = [f"{_PREFIX}/failures/{i}" for i in range(self._num_hosts) if i != self._host_index]
-            _wait_until(lambda: self._store.check(keys), _EXCHANGE_PATIENCE_S)
+            if is_last or (own and own[0].lost_a_peer):  # else the cause is here
+                _wait_until(lambda: self._store.check(keys), _EXCHANGE_PATIENCE_S)
             for key in keys:
                 if self._store.check([key]):
-                    for line in self._store.get(key).splitlines():
-                        with contextlib.suppress(ValueError, TypeError):
-                            others.append(Failure.from_json(line))
-            self._leave_together()
+                    others += _failures_in(self._store.get(key))
         return others
 
     def finish(self) -> None:
@@ -70,14 +74,25 @@ class Hosts:
                 ),
                 _FINISH_PATIENCE_S,
             )
-            if not self._store.check([f"{_PREFIX}/failed"]):
-                self._leave_together()
         self._checked_s = 0.0
 
-    def _leave_together(self) -> None:
-        """One of the launchers holds the store: it must not be the first to go."""
-        self._store.add(f"{_PREFIX}/left", 1)
-        _wait_until(lambda: self._store.add(f"{_PREFIX}/left", 0) >= self._num_hosts, _EXCHANGE_PATIENCE_S)
+    def leave_together(self) -> None:
+        """Return when the others are done with the store, or soon: one of the launchers holds it."""
+        if self._num_hosts == 1:
+            return
+        with contextlib.suppress(RuntimeError):
+            self._store.add(f"{_PREFIX}/left", 1)
+            _wait_until(
+                lambda: self._store.add(f"{_PREFIX}/left", 0) >= self._num_hosts, _EXCHANGE_PATIENCE_S
+            )
+
+
+def _failures_in(words: bytes) -> list[Failure]:
+    failures = []
+    for line in words.splitlines():
+        with contextlib.suppress(ValueError, TypeError):
+            failures.append(Failure.from_json(line))
+    return failures
 
 
 def _wait_until(condition: Callable[[], bool], patience_s: float) -> None:

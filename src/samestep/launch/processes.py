@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator
@@ -25,6 +26,35 @@ def adopt_orphans() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+class Guard:
+    """Kills the process groups of `leaders` if this process dies, however it dies.
+
+    It is a shell that waits for the end of a pipe which only this process holds open.
+    """
+
+    def __init__(self, leaders: Collection[int]) -> None:
+        self._shell = subprocess.Popen(
+            [
+                "/bin/sh",
+                "-c",
+                'read _; kill -s KILL -- "$@"',
+                "samestep-guard",
+                *(f"-{pid}" for pid in leaders),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def dismiss(self) -> None:
+        """It is not needed any more."""
+        self._shell.kill()
+        self._shell.wait()
+        assert self._shell.stdin is not None
+        self._shell.stdin.close()
 
 
 def has_exited(pid: int) -> bool:

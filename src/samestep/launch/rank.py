@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -146,6 +147,8 @@ def start_rank(place: Place, local_rank: int, command: Sequence[str], folder: Pa
     variables = rank_variables(place, local_rank, os.environ) | {"TORCHELASTIC_ERROR_FILE": str(error_file)}
     stdout_read, stdout_write = os.pipe()
     stderr_read, stderr_write = os.pipe()
+    # Until `worker.py` is ready to be quiet about it, an interrupt of the rank has to wait.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "samestep.launch.worker", str(os.getpid()), *command],
@@ -159,6 +162,7 @@ def start_rank(place: Place, local_rank: int, command: Sequence[str], folder: Pa
         os.close(stderr_read)
         raise
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         os.close(stdout_write)
         os.close(stderr_write)
     started = Rank(rank, process, error_file)

@@ -28,9 +28,11 @@ class LocalRanks:
         self.running: list[Rank] = []
         self.stop_signal = int(signal.SIGTERM)
         self._command = command
-        self._folder = folder
+        self.folder = folder
         self._output = output
         self._is_early = False
+        self._asked_s = 0.0
+        self._guard: processes.Guard | None = None
 
     def start_early(self, place: Place) -> None:
         """Start the first attempt's ranks; the next `start` finds them running."""
@@ -45,7 +47,8 @@ class LocalRanks:
             return self.running
         self.running = []
         for local_rank in range(place.num_local_ranks):
-            self.running.append(start_rank(place, local_rank, self._command, self._folder, self._output))
+            self.running.append(start_rank(place, local_rank, self._command, self.folder, self._output))
+        self._guard = processes.Guard([rank.pid for rank in self.running])
         return self.running
 
     def send(self, signum: int) -> None:
@@ -54,13 +57,18 @@ class LocalRanks:
             if rank.poll() is None:
                 rank.send(signum)
 
+    def ask_to_end(self) -> None:
+        """All of them have been sent `stop_signal`, once."""
+        for rank in self.running:
+            if rank.poll() is None and not rank.ended_by_launcher:
+                rank.ended_by_launcher = True
+                rank.send(self.stop_signal)
+                self._asked_s = time.monotonic()
+
     def end(self) -> None:
-        """All of them have ended, and their children: asked by `stop_signal`, then killed."""
-        running = [rank for rank in self.running if rank.poll() is None]
-        for rank in running:
-            rank.ended_by_launcher = True
-            rank.send(self.stop_signal)
-        _wait_for(running, GRACE_S)
+        """All of them have ended, and their children: asked to, then killed."""
+        self.ask_to_end()
+        _wait_for(self.running, self._asked_s + GRACE_S - time.monotonic())
         self.kill()
 
     def kill(self) -> None:
@@ -70,6 +78,9 @@ class LocalRanks:
             rank.ended_by_launcher = True
             processes.end_session(rank.pid)
         _wait_for(running, _KILLED_S)
+        if self._guard is not None:
+            self._guard.dismiss()
+            self._guard = None
         processes.end_orphans(keep=[rank.pid for rank in running if rank.poll() is None])
 
 

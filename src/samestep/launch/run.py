@@ -7,9 +7,12 @@ anybody answers on it. torchelastic's agent then takes them over.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 from samestep.launch import processes
 from samestep.launch.failure import Failure, report
@@ -36,40 +39,61 @@ def run(options: RunOptions) -> int:
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder, Output(options.log_dir) as output:
         local_ranks = LocalRanks(options.command, Path(folder), output)
         try:
-            with SignalWatch(local_ranks):
+            with SignalWatch(local_ranks) as signals:
                 try:
-                    return _run(options, local_ranks, output)
+                    return _run(options, local_ranks, output, signals)
                 except Stopped as stop:
-                    local_ranks.end()
-                    output.drain(_DRAIN_S)
-                    return 128 + (signal.SIGPIPE if output.is_broken else stop.signum)
+                    return _stop(stop.signum, local_ranks, output)
         finally:
             local_ranks.kill()
 
 
-def _run(options: RunOptions, local_ranks: LocalRanks, output: Output) -> int:
+def _stop(signum: int, local_ranks: LocalRanks, output: Output) -> int:
+    local_ranks.end()
+    output.drain(_DRAIN_S)
+    return 128 + (signal.SIGPIPE if output.is_broken else signum)
+
+
+def _run(options: RunOptions, local_ranks: LocalRanks, output: Output, signals: SignalWatch) -> int:
     run_id = options.run_id
     if options.num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         threads = threads_per_rank(options.num_ranks)
         output.say(f"samestep: {options.num_ranks} ranks on this host, {threads} thread(s) each")
-    listener = None
-    if options.is_one_host:
-        listener = listen()
+    if not options.is_one_host:
+        return _supervise(options, run_id, None, local_ranks, output, signals)
+    with listen() as listener:
         local_ranks.start_early(_only_place(options, run_id, listener.getsockname()[1]))
+        return _supervise(options, run_id, listener, local_ranks, output, signals)
 
-    from samestep.launch.agent import Agent, RendezvousError, quiet_torchelastic
-    from samestep.launch.rendezvous import OneHost, many_hosts
+
+def _supervise(
+    options: RunOptions,
+    run_id: str,
+    listener: socket.socket | None,
+    local_ranks: LocalRanks,
+    output: Output,
+    signals: SignalWatch,
+) -> int:
+    def leave(signum: int) -> NoReturn:
+        status = _stop(signum, local_ranks, output)
+        shutil.rmtree(local_ranks.folder, ignore_errors=True)
+        os._exit(status)
+
+    with signals.importing(leave):
+        from samestep.launch.agent import Agent, RendezvousError, quiet_torchelastic
+        from samestep.launch.rendezvous import OneHost, many_hosts
 
     def tell(failures: list[Failure], world_size: int, restart: int) -> None:
-        what_next = f"restart {restart} of {options.max_restarts}" if restart else ""
+        here = {rank.rank for rank in local_ranks.running}
         for failure in failures:
-            if failure.rank in {rank.rank for rank in local_ranks.running} and failure.traceback:
+            if failure.rank in here and failure.traceback:
                 output.log(failure.rank, failure.traceback)
+        what_next = f"restart {restart} of {options.max_restarts}" if restart else ""
         output.say(report(failures, world_size=world_size, what_next=what_next))
 
     quiet_torchelastic()
     rendezvous = OneHost(run_id, listener) if listener is not None else many_hosts(options, run_id)
-    agent = Agent(options, rendezvous, local_ranks, output, on_failure=tell)
+    agent = Agent(options, rendezvous, local_ranks, output, check=signals.check, on_failure=tell)
     try:
         result = agent.run()
     except RendezvousError as error:
@@ -77,7 +101,7 @@ def _run(options: RunOptions, local_ranks: LocalRanks, output: Output) -> int:
         output.say(f"samestep: the rendezvous at {options.rdzv_endpoint} failed: {error}")
         return 1
     output.drain(_DRAIN_S)
-    rendezvous.shutdown()
+    agent.leave()
     if agent.failures:
         return agent.failures[0].exit_status
     return 1 if result.is_failed() else 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from samestep.launch.ranks import LocalRanks
 
@@ -31,7 +33,8 @@ class SignalWatch:
 
     def __init__(self, local_ranks: LocalRanks) -> None:
         self._local_ranks = local_ranks
-        self._has_stopped = False
+        self._received: int | None = None
+        self._leave: Callable[[int], NoReturn] | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> SignalWatch:
@@ -39,9 +42,8 @@ class SignalWatch:
             before = signal.getsignal(signum)
             # `nohup` and a shell's `&` ask for signals to be ignored.
             if before is not signal.SIG_IGN:
-                self._before[signum] = signal.signal(
-                    signum, self._end if signum in _ENDING else self._forward
-                )
+                self._before[signum] = before
+                signal.signal(signum, self._end if signum in _ENDING else self._forward)
         return self
 
     def __exit__(
@@ -50,12 +52,29 @@ class SignalWatch:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
 
+    @contextlib.contextmanager
+    def importing(self, leave: Callable[[int], NoReturn]) -> Iterator[None]:
+        """In this block `leave` is called with the signal: imports may swallow exceptions, and take long."""
+        self._leave = leave
+        try:
+            yield
+        finally:
+            self._leave = None
+
+    def check(self) -> None:
+        """Raise `Stopped` if a signal has come: one that was raised elsewhere may have been swallowed."""
+        if self._received is not None:
+            raise Stopped(self._received)
+
     def _end(self, signum: int, frame: FrameType | None) -> None:
-        if self._has_stopped:
+        if self._received is not None:
             self._local_ranks.kill()
             os._exit(128 + signum)
-        self._has_stopped = True
+        self._received = signum
         self._local_ranks.stop_signal = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
+        self._local_ranks.ask_to_end()
+        if self._leave is not None:
+            self._leave(signum)
         raise Stopped(signum)
 
     def _forward(self, signum: int, frame: FrameType | None) -> None:

@@ -32,6 +32,7 @@ def main() -> None:
     launcher_pid, kind, target, *arguments = sys.argv[1:]
     _end_with(int(launcher_pid))
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         code = _become_module(target, arguments) if kind == "module" else _become_script(target, arguments)
         exec(code, sys.modules["__main__"].__dict__)
     except SystemExit as request:

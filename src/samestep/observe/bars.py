@@ -8,10 +8,11 @@ standard error is a terminal, and otherwise prints a line now and then.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, Protocol, SupportsFloat, TypeVar, overload
 
@@ -139,9 +140,10 @@ def progress(
         total: number of items. Default: the iterable's length, if it has one.
         rank: which rank this is. Default: what the launcher's variables say.
     """
-    if total is None and isinstance(iterable, Sized):
-        with contextlib.suppress(TypeError):  # loaders over data without a length raise it
-            total = len(iterable)
+    if total is None and iterable is not None:
+        # Generators have no length, and loaders over a stream raise TypeError when asked for theirs.
+        known = operator.length_hint(iterable, -1)
+        total = known if known >= 0 else None
     is_shown = (read_environment().rank if rank is None else rank) == 0
     display = _choose_display() if is_shown else _Silent()
     return Progress(() if iterable is None else iterable, description, total, display)
