@@ -134,10 +134,20 @@ def test_ranks_that_disagree(tmp_path: Path) -> None:
         state = {f"a{group.rank()}": 1}
         return outcome(lambda: checkpoint.save(tmp_path, state, step=1, process_group=group))
 
-    message = "rank 1 saves step 1, and rank 0 step 0: all ranks must save the same"
-    assert thread_ranks(steps, 2) == [(CheckpointError, message)] * 2
-    message = "rank 1 saves names ['a1'], and rank 0 names ['a0']: all ranks must save the same"
-    assert thread_ranks(names, 2) == [(CheckpointError, message)] * 2
+    def random_states(group: dist.ProcessGroup) -> tuple[type, str]:
+        wanted = group.rank() == 0
+        return outcome(
+            lambda: checkpoint.save(tmp_path, {}, step=1, process_group=group, random_states=wanted)
+        )
+
+    for disagree, difference in {
+        steps: "step 1, and rank 0 step 0",
+        names: "names ['a1'], and rank 0 names ['a0']",
+        random_states: "random_states False, and rank 0 random_states True",
+    }.items():
+        message = f"rank 1 saves {difference}: all ranks must save the same"
+        assert thread_ranks(disagree, 2) == [(CheckpointError, message)] * 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_loading_fails_alike_everywhere(tmp_path: Path) -> None:

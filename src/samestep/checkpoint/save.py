@@ -102,6 +102,7 @@ def save(
         return {
             "step": step,
             "names": sorted(state),
+            "random_states": random_states,
             "random": streams.collect() if random_states else None,
         }
 
@@ -127,7 +128,7 @@ def _check_arguments(state: Mapping[str, object], step: int, keep: int | None) -
 
 
 def _check_equal(ranks: list[dict[str, Any]]) -> None:
-    for key in ("step", "names"):
+    for key in ("step", "names", "random_states"):
         for rank, other in enumerate(ranks):
             if other[key] != ranks[0][key]:
                 raise CheckpointError(
