@@ -56,6 +56,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._issuer = Issuer(self._engine, self._exchange, timeout.total_seconds())
         self._calls = Calls(self._exchange, self._heap)
         self._store = store
+        self._timeout = timeout
         self._name = ""
         self._desc = "undefined"
 
@@ -95,7 +96,34 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Collectives issued from now on may wait that long for other ranks."""
+        self._timeout = timeout
         self._issuer.timeout_s = timeout.total_seconds()
+
+    def get_group_store(self) -> Store:
+        """The store through which the ranks found each other."""
+        return self._store
+
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: list[torch.device] | None = None,
+    ) -> ShmProcessGroup | None:
+        """A group of `new_ranks`, ranks of this one, numbered in that order; None on other ranks.
+
+        Ranks: those in `new_ranks`, with equal `new_ranks` and `group_name`.
+        """
+        if self._rank not in new_ranks:
+            return None
+        name = group_name or f"{self._name}:split:{'-'.join(map(str, new_ranks))}"
+        store = dist.PrefixStore(f"{name}/", self._store)
+        group = ShmProcessGroup(store, new_ranks.index(self._rank), len(new_ranks), timeout or self._timeout)
+        group.setGroupName(name)
+        group.setGroupDesc(group_desc or f"{self._desc}:split")
+        return group
 
     def abort(self) -> None:
         """End all collectives in flight with an error, here and on all ranks; the group is of no more use.
@@ -355,6 +383,12 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._issuer.start_coalescing()
+
+    def _end_coalescing(self, device: torch.device) -> ShmWork:
+        return self._issuer.end_coalescing()
 
     def _launch(self, call: Call, results: Any, opts: Any, timeout: timedelta | None = None) -> ShmWork:
         # torch says "the group's time-out" by a negative one.

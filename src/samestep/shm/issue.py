@@ -28,6 +28,7 @@ class Issuer:
         self._engine = engine
         self._exchange = exchange
         self._sequence = 0
+        self._coalescing: list[Operation] | None = None
         self._done = ShmWork(engine, None, None)
 
     def launch(
@@ -67,11 +68,30 @@ class Issuer:
 
         return self._issue(make, results, in_background=True)
 
+    def start_coalescing(self) -> None:
+        """Remember what is issued from now on."""
+        self._coalescing = []
+
+    def end_coalescing(self) -> ShmWork:
+        """One work for all that was issued since `start_coalescing`."""
+        operations, self._coalescing = self._coalescing or [], None
+        return self.converse(f"{len(operations)} coalesced", lambda: _until_done(operations), None)
+
     def _issue(self, make: Callable[[], Operation], results: Any, in_background: bool) -> ShmWork:
         if in_background:
-            return ShmWork(self._engine, self._engine.start(make), results)
+            operation = self._engine.start(make)
+            if self._coalescing is not None:
+                self._coalescing.append(operation)
+            return ShmWork(self._engine, operation, results)
         self._engine.run(make)
         return self._done  # nobody but torch, which waits for it, sees this one
+
+
+def _until_done(operations: Sequence[Operation]) -> Progress:
+    for operation in operations:
+        blocked = operation.blocked or (-1, 0)
+        while not operation.done:
+            yield blocked
 
 
 def _chain(progresses: Sequence[Progress]) -> Progress:

@@ -64,9 +64,7 @@ class Reduction:
         try:
             self._operator(one, one, out=one)
         except (RuntimeError, NotImplementedError) as error:
-            raise CollectiveError(
-                f"{self.name} of {dtype} is something torch cannot compute: {error}"
-            ) from None
+            raise CollectiveError(f"torch cannot compute {self.name} of {dtype}: {error}") from None
 
 
 @lru_cache
