@@ -17,6 +17,7 @@ import faulthandler
 import multiprocessing as mp
 import multiprocessing.connection
 import os
+import pickle
 import tempfile
 import threading
 import time
@@ -35,7 +36,7 @@ __all__ = ["RankError", "make_thread_group", "process_ranks", "thread_ranks"]
 
 R = TypeVar("R")
 _GROUP_TIMEOUT = timedelta(seconds=20)
-_PRELOAD = ["torch", "torch.distributed", "samestep.testing", "pytest", "hypothesis"]
+_PRELOAD = ["torch", "torch.distributed", "samestep.testing", "samestep.gradients", "pytest", "hypothesis"]
 
 
 class RankError(AssertionError):
@@ -143,7 +144,7 @@ def _collect(processes: list[Any], readers: list[Any], timeout: float) -> list[A
         for reader in ready:
             rank = pending.pop(reader)
             try:
-                succeeded, results[rank] = reader.recv()
+                succeeded, results[rank] = pickle.loads(reader.recv_bytes())
             except EOFError:
                 processes[rank].join(5)
                 succeeded, results[rank] = False, f"died, exit code {processes[rank].exitcode}"
@@ -187,7 +188,8 @@ def _process_main(
         result = fn(*args)
         if dist.is_initialized():
             dist.destroy_process_group()
-        writer.send((True, result))
+        # Plain pickle: multiprocessing's would send tensors as handles, which die with this process.
+        writer.send_bytes(pickle.dumps((True, result)))
     except BaseException:
-        writer.send((False, traceback.format_exc()))
+        writer.send_bytes(pickle.dumps((False, traceback.format_exc())))
         os._exit(1)

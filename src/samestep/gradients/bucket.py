@@ -94,7 +94,7 @@ class Bucket:
         if scale == 1.0:
             if places:
                 torch._foreach_copy_(places, found)
-        elif len(in_place) == len(self.slots):
+        elif not places:
             self.gradients.mul_(scale)
         elif not in_place and self.numel < _SMALL_NUMEL * len(self.slots):
             torch._foreach_copy_(places, found)

@@ -80,17 +80,20 @@ def check_hook(hook: object) -> None:
             f"a communication hook is called as hook(state, bucket), which {hook!r} does not take"
         ) from None
     bucket = signature.parameters.get("bucket")
-    named = bucket.annotation if bucket is not None else inspect.Parameter.empty
-    allowed = {inspect.Parameter.empty, dist.GradBucket, GradBucket, "dist.GradBucket", "GradBucket", Any}
-    if named not in allowed:
+    if bucket is not None and not _may_be_bucket(bucket.annotation):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
     result = signature.return_annotation
-    futures = (inspect.Signature.empty, Future, Future[Tensor], Future[Any], Any)
-    if result not in futures and "Future" not in str(result):
+    if result not in (inspect.Signature.empty, Any) and "Future" not in str(result) and result != "Any":
         raise ValueError(
             "Communication hook: return annotation should be torch.futures.Future[torch.Tensor], "
             f"got {result}."
         )
+
+
+def _may_be_bucket(annotation: Any) -> bool:
+    if isinstance(annotation, str):  # from __future__ import annotations
+        return annotation.endswith("GradBucket") or annotation in ("Any", "object")
+    return annotation in (inspect.Parameter.empty, dist.GradBucket, GradBucket, Any, object)
 
 
 def result_of(future: Any, hook: object) -> Tensor:

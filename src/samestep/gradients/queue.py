@@ -133,17 +133,16 @@ class BucketQueue:
         position = self._next
         self._next += 1
         bucket.launched = True
-        if self._group.size() == 1 and self.hook is None:
-            return
         self._clock.launched()
         if abandoned:
             bucket.gradients.zero_()
         else:
             bucket.fill(scale)
         work: Any
+        if self._group.size() == 1 and self.hook is None:
+            return
         if self.hook is not None:
-            state, hook = self.hook
-            work = hook(state, GradBucket(bucket, position, len(self.order)))
+            work = self._call_hook(bucket, position)
         elif position == len(self.order) - 1 and self._alone is None:
             used, items = self._facts()
             write_rides(bucket.rides, used, items, abandoned)
@@ -151,6 +150,17 @@ class BucketQueue:
         else:
             work = collectives.all_reduce(bucket.gradients, self._group)
         self._in_flight.append((bucket, work))
+
+    def _call_hook(self, bucket: Bucket, position: int) -> Any:
+        assert self.hook is not None
+        state, hook = self.hook
+        if self._in_flight and bucket.buffer.device.type == "cpu":
+            # Gloo runs a hook's callbacks on the two threads that move its data; powerSGD waits for a
+            # collective in one. Two such hooks at a time would wait for ever.
+            before = self._in_flight[-1][1]
+            if hasattr(before, "wait"):
+                before.wait()
+        return hook(state, GradBucket(bucket, position, len(self.order)))
 
     def _wait(self) -> None:
         for bucket, work in self._in_flight:

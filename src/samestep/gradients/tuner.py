@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -46,7 +45,7 @@ class CapTuner:
         self._last = now
         if self.settled or len(self._steps_s) < _STEPS_EACH:
             return False
-        self._medians_s.append(median(self._steps_s[_COLD_STEPS:]))
+        self._medians_s.append(sorted(self._steps_s[_COLD_STEPS:])[(_STEPS_EACH - _COLD_STEPS) // 2])
         self._steps_s = []
         self._last = None
         before = self.cap_mb
