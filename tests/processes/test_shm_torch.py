@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -179,15 +178,17 @@ def sub_groups(rank, size):
         assert tensor.item() == [1.0, 1.0, 5.0, 5.0][rank]
 
 
-@pytest.mark.parametrize(
-    "case", [ddp_and_its_hooks, join_and_sharded_optimizer, functional_collectives, sharded_tensors]
-)
-def test_torch_feature(case):
-    process_ranks(over_shm, 2, case)
+def all_features(rank, size, folder):
+    """One after the other in the same processes: what they import takes longer than what they do."""
+    ddp_and_its_hooks(rank, size)
+    join_and_sharded_optimizer(rank, size)
+    functional_collectives(rank, size)
+    sharded_tensors(rank, size)
+    objects_and_checkpoints(rank, size, folder)
 
 
-def test_objects_and_checkpoints(tmp_path):
-    process_ranks(over_shm, 2, objects_and_checkpoints, str(tmp_path / "saved"))
+def test_torch_features(tmp_path):
+    process_ranks(over_shm, 2, all_features, str(tmp_path / "saved"), timeout=55.0)
 
 
 def test_sub_groups():
