@@ -290,7 +290,6 @@ def _hooks() -> dict[str, Any]:
         "fp16 around allreduce": (group, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
         "bf16 around allreduce": (group, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)),
         "powerSGD": (power, powerSGD_hook.powerSGD_hook),
-        "batched powerSGD": (copy.copy(power), powerSGD_hook.batched_powerSGD_hook),
         "post local SGD": (local, post_localSGD_hook),
         "partial": (None, partial(_scaled_hook, 1.0)),
         "lambda": (None, lambda _state, bucket: _scaled_hook(1.0, None, bucket)),
@@ -312,41 +311,42 @@ class WithSpare(nn.Module):
         return self.net(x)
 
 
-def _train_with_hooks(name: str) -> tuple[list[Tensor], list[Tensor], bool]:
-    state, hook = _hooks()[name]
-    rank = dist.get_rank()
+def _train_with_each_hook() -> dict[str, tuple[list[Tensor], bool]]:
+    """By hook: the weights after four steps, and whether a parameter nobody used has no gradient."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.cat([numbers(4, 8, seed=r, dtype=torch.float32) for r in range(size)])
+    found = {"none": (_train_steps(seeded(WithSpare), x), True)}
+    for name, (state, hook) in _hooks().items():
+        model = DistributedDataParallel(seeded(WithSpare), bucket_cap_mb=3e-4)
+        model.register_comm_hook(state, hook)
+        weights = _train_steps(model, x[4 * rank : 4 * rank + 4])
+        found[name] = weights, model.module.spare.weight.grad is None
+    return found
 
-    def train(model: nn.Module, x: Tensor, steps: int = 4) -> list[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(x).pow(2).mean().backward()
-            optimizer.step()
-        return [p.detach() for p in model.parameters()]
 
-    model = DistributedDataParallel(seeded(WithSpare), bucket_cap_mb=3e-4)
-    model.register_comm_hook(state, hook)
-    x = torch.cat([numbers(4, 8, seed=r, dtype=torch.float32) for r in range(dist.get_world_size())])
-    mine = train(model, x[4 * rank : 4 * rank + 4])
-    plain = train(seeded(WithSpare), x)
-    return mine, plain, model.module.spare.weight.grad is None
+def _train_steps(model: nn.Module, x: Tensor, steps: int = 4) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of its deprecated functions
-@pytest.mark.parametrize("name", [
-    "allreduce", "fp16", "bf16", "fp16 around allreduce", "bf16 around allreduce",
-    "powerSGD", "batched powerSGD", "post local SGD", "partial", "lambda",
-])  # fmt: skip
-def test_torchs_hooks_run_unchanged(name: str) -> None:
-    exact = name in ("allreduce", "post local SGD", "partial", "lambda")
-    tolerance = 1e-5 if exact else 6e-2
-    first: list[Tensor] | None = None
-    for mine, plain, spare_is_none in process_ranks(_train_with_hooks, 2, name):
-        assert spare_is_none
-        for a, b in zip(mine, plain, strict=True):
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-        first = first or mine
-        assert all(torch.equal(a, b) for a, b in zip(first, mine, strict=True))
+def test_torchs_hooks_run_unchanged() -> None:
+    one, two = process_ranks(_train_with_each_hook, 2)
+    plain, _ = one.pop("none")
+    assert len(one) == 9
+    for name, (weights, spare_is_none) in one.items():
+        assert spare_is_none, name
+        assert all(torch.equal(a, b) for a, b in zip(weights, two[name][0], strict=True)), name
+        exact = name in ("allreduce", "post local SGD", "partial", "lambda")
+        tolerance = 1e-5 if exact else 6e-2
+        for mine, expected in zip(weights, plain, strict=True):
+            torch.testing.assert_close(
+                mine, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def _quantized(ours: bool) -> bool:

@@ -63,7 +63,7 @@ class BucketQueue:
         self._clock = clock
         self._where = where
         self._next = 0  # position in the order of the bucket to go out next
-        self._in_flight: list[tuple[Bucket, Any]] = []
+        self._in_flight: list[tuple[Bucket | None, Any]] = []  # None: the rides, alone
         # The rides travel in the last bucket, or alone where a hook or a narrow dtype forbids that.
         self._alone: Tensor | None = None
         self._choose_carrier()
@@ -104,13 +104,12 @@ class BucketQueue:
         if self._group.size() == 1:
             self._wait()
             return Rides(tuple(map(int, used)), items)
-        work = None
+        if self.hook is not None:
+            self._wait()  # hooks' callbacks may still issue collectives, at their own times: ours go after
         if self._alone is not None:
             write_rides(self._alone, used, items, abandoned)
-            work = collectives.all_reduce(self._alone, self._group)
+            self._in_flight.append((None, collectives.all_reduce(self._alone, self._group)))
         self._wait()
-        if work is not None:
-            work.wait()
         carrier = self._alone if self._alone is not None else self.buckets[self.order[-1]].rides
         if carrier.device.type == "cpu" or items or not all(used):
             return read_rides(carrier)
@@ -165,7 +164,7 @@ class BucketQueue:
     def _wait(self) -> None:
         for bucket, work in self._in_flight:
             try:
-                if self.hook is None:
+                if bucket is None or self.hook is None:
                     work.wait()
                 else:
                     result = result_of(work, self.hook[1])
@@ -177,11 +176,13 @@ class BucketQueue:
                 raise GradientError(self._what_failed(bucket, error)) from error
         self._in_flight = []
 
-    def _what_failed(self, bucket: Bucket, error: Exception) -> str:
-        turn = self.order.index(bucket.index) + 1
+    def _what_failed(self, bucket: Bucket | None, error: Exception) -> str:
         text = str(error).strip()
         reason = text.splitlines()[0] if text else type(error).__name__
-        where = f"{self._where()}, {bucket.describe()}, {turn} of {len(self.order)}"
+        what = "the counts of what was used"
+        if bucket is not None:
+            what = f"{bucket.describe()}, {self.order.index(bucket.index) + 1} of {len(self.order)}"
+        where = f"{self._where()}, {what}"
         lines = what_ranks_were_doing(self._group, self._where(), f"waits in {where}")
         head = f"rank {self._group.rank()} of {self._group.size()}: {where}, was not reduced: {reason}"
         return "\n".join([head, *lines])
