@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.conformance.drawn_training import Gradients, Training, train_joined, train_replica, trainings
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from samestep import DistributedDataParallel
 from samestep.testing import process_ranks, thread_ranks
+from tests.conformance.drawn_training import Gradients, Training, train_joined, train_replica, trainings
 
 # Largest difference allowed, relative to the largest gradient of the step.
 _TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 4e-2}

@@ -14,14 +14,11 @@ NEEDS_GPU = {
 }
 
 # To any class but torch's: they look at its private parts.
-_CONSTRUCTOR = "calls private steps of torch's constructor, which prepare its C++ reducer"
 _EVENTS = "counts events of torch's C++ reducer in a profile: new bucket plans sent, the graph searched"
 _LOGGING = "looks at what only torch's C++ logger has: re-planned buckets, the environment, Gloo's threads"
 _REDUCER = "calls private methods of torch's C++ reducer"
 PRIVATE = {
     "test_compute_bucket_assignment_by_size_sparse_error_with_logger": "hands its C++ logger to C++ code",
-    "test_ddp_build_debug_param_to_name_mapping": _CONSTRUCTOR,
-    "test_ddp_build_debug_param_to_name_mapping_requires_grad": _CONSTRUCTOR,
     "test_ddp_control_flow_different_across_ranks": _REDUCER,
     "test_ddp_control_flow_same_across_ranks": _REDUCER,
     "test_ddp_logging_data_cpu": _LOGGING,

@@ -6,6 +6,7 @@ import gc
 import re
 from dataclasses import replace
 
+import samestep
 from tests.conformance.ddp_suite.applicability import NEEDS_GPU, NOT_FOR_SAMESTEP
 from tests.conformance.ddp_suite.ranks import Outcome, run_test
 from tests.conformance.ddp_suite.shim import (
@@ -14,8 +15,6 @@ from tests.conformance.ddp_suite.shim import (
     forget_device_ids,
     import_suite,
 )
-
-import samestep
 
 IMPLEMENTATIONS = ("torch", "samestep")
 _TIMEOUT_S = 30.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+
 from tests.conformance.ddp_suite.applicability import NEEDS_GPU, PRIVATE, REFUSALS
 from tests.conformance.ddp_suite.bench import IMPLEMENTATIONS
 from tests.conformance.ddp_suite.ranks import Outcome
@@ -79,7 +80,9 @@ def _failures(results: Results) -> str:
         for implementation, size in _COLUMNS:
             outcome = results[implementation, size, test.name]
             if outcome.status in ("fail", "hang"):
-                columns_of.setdefault(outcome.detail[:160], []).append(f"{implementation} {size}")
+                columns_of.setdefault(outcome.detail[:160].replace("`", "'"), []).append(
+                    f"{implementation} {size}"
+                )
         lines += [f"- `{test.name}` ({', '.join(who)}): `{text}`" for text, who in columns_of.items()]
     return "## Errors\n\nThe first line of each.\n\n" + ("\n".join(lines) or "None.")
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from tests.conformance.ddp_suite.shim import exchange
 
 # What a rank reports because another one is gone; the other one's report is the one to show.
