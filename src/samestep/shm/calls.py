@@ -55,13 +55,7 @@ class Calls:
 
     def reduce(self, kind: str, tensor: torch.Tensor, op: Any) -> Call:
         """`tensor` becomes the reduction; `kind` is the name of the collective."""
-        key = (kind, tensor.shape, tensor.dtype, hash(op))
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plan(kind, tensor, op)
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            self._plans[key] = plan
+        plan = self.plan(kind, tensor, op)
         if tensor.requires_grad:
             tensor = tensor.detach()
         if plan.premultiplies:
@@ -74,12 +68,20 @@ class Calls:
             lambda sequence: copying_back(plan.progress(sequence, standing), [(tensor, standing)]),
         )
 
-    def _plan(self, kind: str, tensor: torch.Tensor, op: Any) -> AllReduce:
-        dense(tensor)  # refuses what is not
-        name = op_name(op)
-        label = label_of(f"{kind}({name}) of {describe(tensor)}")
-        reducing = reduction(name, tensor.dtype, self._size)
-        return AllReduce(self._exchange, self._heap, label, reducing, tensor.shape, tensor.dtype)
+    def plan(self, kind: str, tensor: torch.Tensor, op: Any) -> AllReduce:
+        """How to reduce tensors like this one."""
+        key = (kind, tensor.shape, tensor.dtype, hash(op))
+        plan = self._plans.get(key)
+        if plan is None:
+            dense(tensor)  # refuses what is not
+            name = op_name(op)
+            label = label_of(f"{kind}({name}) of {describe(tensor)}")
+            reducing = reduction(name, tensor.dtype, self._size)
+            plan = AllReduce(self._exchange, self._heap, label, reducing, tensor.shape, tensor.dtype)
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Call:
         """`tensor` becomes the root's."""

@@ -25,6 +25,7 @@ Progress = Generator[Blocked, None, None]
 _SPIN_S = 50e-6
 _NAP_S = 0.1  # between two looks at whether the peers are alive
 _NUM_YIELDS = 20
+_NUM_POLLS = 300  # some tens of microseconds
 
 
 class Operation:
@@ -83,7 +84,7 @@ class Engine:
         self._signals = signals
         self._describe_peer = describe_peer
         self._grace_s = grace_s
-        self._lock = threading.Lock()  # held by the thread that moves operations on, never while it sleeps
+        self.lock = threading.Lock()  # held by the thread that moves operations on, never while it sleeps
         self._active: list[Operation] = []
         self._completed: list[Operation] = []  # whose `on_done` is to be called, without the lock
         self._broken: str | None = None
@@ -105,13 +106,31 @@ class Engine:
         """Why the group can no longer be used; None as long as it can."""
         return self._broken
 
+    @property
+    def num_polls(self) -> int:
+        """How often to look for a flag before `wait` or `run` are worth calling."""
+        return _NUM_POLLS if self._spin_s else 0
+
+    def is_idle(self) -> bool:
+        """Whether nothing is in flight and all is well. To be asked with the lock held."""
+        return not self._active and self._broken is None and not self._signals.alarmed()
+
+    def run_here(self, operation: Operation) -> None:
+        """As `run`, with the lock held."""
+        self._active.append(operation)
+        self._drive(operation)
+
+    def break_up(self, error: CollectiveError) -> None:
+        """This rank and its peers can no longer use the group. With the lock held."""
+        self._break(str(error), error)
+
     def start(self, make: Callable[[], Operation]) -> Operation:
         """Take up the operation that `make` returns and move it as far as it goes without waiting.
 
         Raises:
             CollectiveError: the group is broken.
         """
-        with self._lock:
+        with self.lock:
             operation = self._take_up(make)
             self._step()
         self._report_done()
@@ -125,10 +144,11 @@ class Engine:
         Raises:
             CollectiveError: it failed.
         """
-        with self._lock:
+        with self.lock:
             operation = self._take_up(make)
             self._drive(operation)
-        self._report_done()
+        if self._completed:
+            self._report_done()
         if operation.error is not None:
             raise operation.error
 
@@ -141,7 +161,7 @@ class Engine:
         if timeout_s is not None:
             operation.deadline = min(operation.deadline, time.monotonic() + timeout_s)
         if not operation.done:
-            with self._lock:
+            with self.lock:
                 self._drive(operation)
             self._report_done()
         if operation.error is not None:
@@ -149,16 +169,16 @@ class Engine:
 
     def poll(self) -> None:
         """Move all operations as far as they go without waiting, unless another thread is at it."""
-        if self._lock.acquire(blocking=False):
+        if self.lock.acquire(blocking=False):
             try:
                 self._step()
             finally:
-                self._lock.release()
+                self.lock.release()
             self._report_done()
 
     def when_done(self, operation: Operation, callback: Callable[[], None]) -> None:
         """Call `callback` when `operation` is done, at once if it is; nobody need wait for it."""
-        with self._lock:
+        with self.lock:
             done = operation.done
             if not done:
                 operation.on_done.append(callback)
@@ -173,7 +193,7 @@ class Engine:
         """All operations of this rank end with an error, and so do those of its peers. From any thread."""
         self._broken = self._broken or reason
         self._signals.leave(Signals.BROKEN, reason)
-        with self._lock:
+        with self.lock:
             self._fail(CollectiveError(reason))
         self._report_done()
 
@@ -271,11 +291,11 @@ class Engine:
         nap = _NAP_S
         for operation in self._active:
             nap = min(nap, max(0.0, operation.deadline - time.monotonic()))
-        self._lock.release()
+        self.lock.release()
         try:
             self._signals.sleep(nap)
         finally:
-            self._lock.acquire()
+            self.lock.acquire()
             self._signals.rise()
         self._inspect()
 
@@ -349,7 +369,7 @@ class Engine:
 
     def _report_done(self) -> None:
         while self._completed:
-            with self._lock:
+            with self.lock:
                 completed, self._completed = self._completed, []
             for operation in completed:
                 for callback in operation.on_done:
@@ -370,7 +390,7 @@ class Engine:
             if self._grace_s and not self._hurry:
                 time.sleep(self._grace_s)
             self._called = False
-            with self._lock:
+            with self.lock:
                 if self._num_waiting == 0 and not self._closed:
                     self._drive(None)
                 more = bool(self._active) and self._num_waiting == 0

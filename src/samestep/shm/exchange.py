@@ -36,6 +36,7 @@ _WORD = 8
 _STEP_BITS = 24
 _TEXT_BYTES = Layout.SLOT_BYTES - 2 * CACHE_LINE
 _MAX_VIEWS = 4096
+_FINISHED = Layout.FINISHED // _WORD
 # Words of a slot, from its start; the flag has a cache line of its own.
 _DIGEST, _NUM_ROUNDS, _NUM_BYTES, _PLACE, _TEXT = 8, 9, 10, 11, 16
 
@@ -76,6 +77,10 @@ class Exchange:
         self._signals = signals
         self._heap = heap
         self._layout = region.layout
+        self._slot_words = [region.layout.slot(n) // _WORD for n in range(Layout.NUM_SLOTS)]
+        self._text_places = [(word + _TEXT) * _WORD for word in self._slot_words]
+        own = region.segments[region.rank]
+        self.stage_addresses = [own.address + region.layout.stage(n) for n in range(Layout.NUM_STAGES)]
         self._mine = region.segments[region.rank].words
         self._memory = region.segments[region.rank].memory
         self._peers = [(r, s.words) for r, s in enumerate(region.segments) if r != region.rank]
@@ -91,12 +96,13 @@ class Exchange:
 
     def finish(self, sequence: int) -> None:
         """Collective number `sequence` is over for this rank."""
-        self._in_flight.remove(sequence)
-        if self._turns and self._turns[0] == sequence:
-            self._turns.popleft()
-        oldest = min(self._in_flight, default=sequence + 1)
+        in_flight, turns = self._in_flight, self._turns
+        if in_flight:  # a small one that went at once is not listed
+            in_flight.remove(sequence)
+        if turns and turns[0] == sequence:
+            turns.popleft()
         # A plain store: who waits for it will also be woken by this rank's next collective, which it needs.
-        self._mine[Layout.FINISHED // _WORD] = oldest
+        self._mine[_FINISHED] = min(in_flight) if in_flight else sequence + 1
 
     def pass_turn(self, sequence: int) -> None:
         """Collective number `sequence` needs no stages."""
@@ -109,7 +115,21 @@ class Exchange:
             while self._turns[0] != sequence:
                 yield blocked
 
-    def announce(
+    def slot_free(self, sequence: int) -> Progress:
+        """Return when all ranks are done with what the slot was used for before."""
+        oldest = sequence - Layout.NUM_SLOTS + 1
+        for rank, words in self._peers:
+            if words[_FINISHED] < oldest:
+                blocked = (rank, oldest)
+                while words[_FINISHED] < oldest:
+                    yield blocked
+
+    def is_slot_free(self, sequence: int) -> bool:
+        """Whether all ranks are done with what the slot was used for before."""
+        oldest = sequence - Layout.NUM_SLOTS + 1
+        return all(words[_FINISHED] >= oldest for _, words in self._peers)
+
+    def describe(
         self,
         sequence: int,
         label: Label,
@@ -117,34 +137,28 @@ class Exchange:
         num_rounds: int = 1,
         num_bytes: int = 0,
         place: Place = NOT_SHARED,
-    ) -> Progress:
-        """Describe the collective in its slot, once all ranks are done with what was there before."""
-        oldest = sequence - Layout.NUM_SLOTS + 1
-        for rank, words in self._peers:
-            if words[Layout.FINISHED // _WORD] < oldest:
-                blocked = (rank, oldest)
-                while words[Layout.FINISHED // _WORD] < oldest:
-                    yield blocked
-        slot = self._layout.slot(sequence)
-        word = slot // _WORD
-        self._mine[word + _DIGEST] = label.digest
-        self._mine[word + _NUM_ROUNDS] = num_rounds
-        self._mine[word + _NUM_BYTES] = num_bytes
+    ) -> None:
+        """Say in the slot, which is free, what this rank was called with; step 1 will tell the peers."""
+        slot = sequence % Layout.NUM_SLOTS
+        word, mine = self._slot_words[slot], self._mine
+        mine[word + _DIGEST] = label.digest
+        mine[word + _NUM_ROUNDS] = num_rounds
+        mine[word + _NUM_BYTES] = num_bytes
         if place is NOT_SHARED:
-            self._mine[word + _PLACE] = -1
+            mine[word + _PLACE] = -1
         else:
             for index, value in enumerate(place):
-                self._mine[word + _PLACE + index] = value
-        text = slot + _TEXT * _WORD
+                mine[word + _PLACE + index] = value
+        text = self._text_places[slot]
         self._memory[text : text + _TEXT_BYTES] = label.encoded
 
     def post(self, sequence: int, step: int) -> None:
         """All peers may see what this rank has done up to `step`."""
-        self._signals.post(self._layout.slot(sequence) // _WORD, sequence << _STEP_BITS | step)
+        self._signals.post(self._slot_words[sequence % Layout.NUM_SLOTS], sequence << _STEP_BITS | step)
 
     def wait(self, sequence: int, step: int) -> Progress:
         """Return when all peers have posted `step`."""
-        word = self._layout.slot(sequence) // _WORD
+        word = self._slot_words[sequence % Layout.NUM_SLOTS]
         value = sequence << _STEP_BITS | step
         for rank, words in self._peers:
             if words[word] < value:
@@ -152,31 +166,41 @@ class Exchange:
                 while words[word] < value:
                     yield blocked
 
+    def spin(self, sequence: int, step: int, num_polls: int) -> bool:
+        """Whether all peers have posted `step`; look `num_polls` times before saying no."""
+        word = self._slot_words[sequence % Layout.NUM_SLOTS]
+        value = sequence << _STEP_BITS | step
+        for _, words in self._peers:
+            while words[word] < value:
+                if num_polls <= 0:
+                    return False
+                num_polls -= 1
+        return True
+
     def check(self, sequence: int, label: Label) -> None:
         """Compare what all ranks were called with, after step 1.
 
         Raises:
             CollectiveError: they differ; all ranks raise it, naming the same two.
         """
-        word = self._layout.slot(sequence) // _WORD + _DIGEST
+        word = self._slot_words[sequence % Layout.NUM_SLOTS] + _DIGEST
         for _, words in self._peers:
             if words[word] != label.digest:
                 self._raise_mismatch(sequence)
 
     def num_bytes(self, sequence: int, rank: int) -> int:
         """How many bytes `rank` shows altogether, after step 1."""
-        word = self._layout.slot(sequence) // _WORD + _NUM_BYTES
+        word = self._slot_words[sequence % Layout.NUM_SLOTS] + _NUM_BYTES
         return int(self._region.segments[rank].words[word])
 
-    def places(self, sequence: int) -> list[Place] | None:
-        """Where each rank's tensor lies, after step 1; None if any of them is private."""
-        word = self._layout.slot(sequence) // _WORD + _PLACE
-        places = []
-        for segment in self._region.segments:
-            if segment.words[word] < 0:
-                return None
-            places.append(Place(*segment.words[word : word + 4]))
-        return places
+    def places(self, sequence: int) -> tuple[list[Place], int]:
+        """Where each rank's tensor lies, and how many of them are private, after step 1."""
+        word = self._slot_words[sequence % Layout.NUM_SLOTS] + _PLACE
+        places = [
+            NOT_SHARED if segment.words[word] < 0 else Place(*segment.words[word : word + 4])
+            for segment in self._region.segments
+        ]
+        return places, places.count(NOT_SHARED)
 
     def rounds(
         self,
@@ -199,11 +223,11 @@ class Exchange:
             num_bytes: what this rank shows altogether, for its peers' checks.
         """
         yield from self.turn(sequence)
-        yield from self.announce(sequence, label, num_rounds=num_rounds, num_bytes=num_bytes)
+        yield from self.slot_free(sequence)
+        self.describe(sequence, label, num_rounds=num_rounds, num_bytes=num_bytes)
         index = 0
         while index < num_rounds:
-            stage = self._round % Layout.NUM_STAGES
-            self._round += 1
+            stage = self.next_stage()
             fill(index, stage)
             index += 1
             self.post(sequence, index)
@@ -231,10 +255,6 @@ class Exchange:
             view = self._views[key] = self._region.segments[rank].tensor(dtype, start, numel)
         return view
 
-    def stage_address(self, stage: int) -> int:
-        """Where this rank's stage lies in this process's memory."""
-        return self._region.segments[self.rank].address + self._layout.stage(stage)
-
     def shared(self, sequence: int, places: list[Place], tensor: torch.Tensor) -> list[torch.Tensor]:
         """All ranks' tensors, which lie in shared memory at `places`; this rank's is `tensor`, flat."""
         return [
@@ -245,8 +265,7 @@ class Exchange:
     def doing(self, rank: int) -> str:
         """What `rank` posted last, for messages."""
         words = self._region.segments[rank].words
-        flags = [int(words[self._layout.slot(n) // _WORD]) for n in range(Layout.NUM_SLOTS)]
-        latest = max(flags)
+        latest = max(int(words[word]) for word in self._slot_words)
         if latest == 0:
             return f"{self.name(rank)}, which has joined no collective yet"
         sequence = latest >> _STEP_BITS
@@ -259,16 +278,16 @@ class Exchange:
         return f"rank {rank} (process {self._region.pids[rank]})"
 
     def _most_rounds(self, sequence: int) -> int:
-        word = self._layout.slot(sequence) // _WORD + _NUM_ROUNDS
+        word = self._slot_words[sequence % Layout.NUM_SLOTS] + _NUM_ROUNDS
         return max(int(segment.words[word]) for segment in self._region.segments)
 
     def _text(self, rank: int, sequence: int) -> str:
-        start = self._layout.slot(sequence) + _TEXT * _WORD
+        start = self._text_places[sequence % Layout.NUM_SLOTS]
         raw = self._region.segments[rank].memory[start : start + _TEXT_BYTES]
         return raw.partition(b"\0")[0].decode(errors="replace")
 
     def _raise_mismatch(self, sequence: int) -> None:
-        word = self._layout.slot(sequence) // _WORD + _DIGEST
+        word = self._slot_words[sequence % Layout.NUM_SLOTS] + _DIGEST
         digests = [int(segment.words[word]) for segment in self._region.segments]
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         first, second = (f"{self.name(rank)} called {self._text(rank, sequence)}" for rank in (0, other))

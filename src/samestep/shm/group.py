@@ -19,7 +19,7 @@ from samestep.shm.issue import Issuer
 from samestep.shm.lanes import Lanes, Receipt
 from samestep.shm.region import Region
 from samestep.shm.signal import Signals
-from samestep.shm.tensors import Back, copying_back, describe, readable, writable
+from samestep.shm.tensors import Back, copying_back, describe, is_plain, readable, writable
 from samestep.shm.works import ShmWork
 
 __all__ = ["ShmProcessGroup"]
@@ -177,7 +177,14 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """
         opts = opts or dist.AllreduceOptions()
         (tensor,) = tensors
-        return self._launch(self._calls.reduce("all_reduce", tensor, opts.reduceOp), tensors, opts)
+        op = opts.reduceOp
+        if not opts.asyncOp and is_plain(tensor) and not tensor.requires_grad:
+            plan = self._calls.plan("all_reduce", tensor, op)
+            if plan.is_small and not plan.premultiplies:
+                work = self._issuer.run_small(plan, tensor)
+                if work is not None:
+                    return work
+        return self._launch(self._calls.reduce("all_reduce", tensor, op), tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> ShmWork:
         """Each tensor becomes the reduction of its counterparts.

@@ -6,6 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from samestep.errors import CollectiveError
+from samestep.shm.allreduce import AllReduce
 from samestep.shm.calls import Call
 from samestep.shm.engine import Engine, Operation, Progress
 from samestep.shm.exchange import Exchange
@@ -30,6 +34,35 @@ class Issuer:
         self._sequence = 0
         self._coalescing: list[Operation] | None = None
         self._done = ShmWork(engine, None, None)
+
+    def run_small(self, plan: AllReduce, tensor: torch.Tensor) -> ShmWork | None:
+        """Run a small all-reduce here and now; None if other collectives are in flight.
+
+        The same as `launch`, but what it is to keep in order is only written down if there is a wait.
+        """
+        engine, exchange = self._engine, self._exchange
+        engine.lock.acquire()
+        try:
+            sequence = self._sequence + 1
+            if not (engine.is_idle() and exchange.is_slot_free(sequence)):
+                return None
+            self._sequence = sequence
+            stage = plan.show(sequence, tensor)
+            if exchange.spin(sequence, 1, engine.num_polls):
+                plan.take(sequence, tensor, stage)
+                return self._done
+            exchange.join(sequence)
+            deadline = time.monotonic() + self.timeout_s
+            operation = Operation(plan.label.text, sequence, plan.rest(sequence, tensor, stage), deadline)
+            engine.run_here(operation)
+        except CollectiveError as error:
+            engine.break_up(error)
+            raise
+        finally:
+            engine.lock.release()
+        if operation.error is not None:
+            raise operation.error
+        return self._done
 
     def launch(
         self, call: Call, results: Any, *, in_background: bool, timeout_s: float | None = None

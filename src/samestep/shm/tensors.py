@@ -23,8 +23,8 @@ Back = list[tuple[torch.Tensor, torch.Tensor]]  # (what the caller passed, what 
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory is its elements, one after the other."""
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    """Whether the tensor's memory is its elements, one after the other, on the CPU."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
