@@ -23,6 +23,7 @@ from samestep.gradients.arguments import (
 )
 from samestep.gradients.buckets import BucketPlan, plan_buckets
 from samestep.gradients.buffer_sync import BufferSync
+from samestep.gradients.compiling import CutAtBuckets, trace_callees_only, untraced
 from samestep.gradients.hooks import CommunicationHook, check_hook
 from samestep.gradients.in_backward import step_in_backward, take_over
 from samestep.gradients.join import JoinBlock, ReplicaJoinHook, announce
@@ -31,7 +32,7 @@ from samestep.gradients.mixed import MixedPrecision
 from samestep.gradients.outputs import map_tensors, tensors_in
 from samestep.gradients.reducer import REDUCTIONS, Reducer
 from samestep.gradients.replicas import broadcast_tensors, verify_replicas
-from samestep.gradients.torch_names import TorchNames, tracing
+from samestep.gradients.torch_names import TorchNames
 from samestep.gradients.tuner import CapTuner
 
 __all__ = ["DistributedDataParallel"]
@@ -148,6 +149,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.bucket_cap_mb_list = list(bucket_cap_mb_list) if bucket_cap_mb_list is not None else None
         self.mixed_precision = mixed_precision
         self._join_divides_by_initial = True
+        self._promised = False  # inside of join(): the others wait for this rank's next backward
         self._hook: tuple[Any, CommunicationHook] | None = None
         each_step, at_start = buffer_knobs(broadcast_buffers, forward_sync_buffers)
         self._bind(each_step=each_step, verify=init_sync)
@@ -161,6 +163,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     # Training
 
+    @trace_callees_only
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What the module returns for these inputs; the backward through it will be synchronised."""
         training = torch.is_grad_enabled()
@@ -171,14 +174,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self.device_ids:
             inputs, kwargs = self._moved(inputs), self._moved(kwargs)
         run = self.module if self._mixed is None else self._mixed
-        with tracing(self):
+        with CutAtBuckets(self.bucket_bytes_cap):
             output = run(*inputs, **kwargs)
         if training:
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    self._reducer.watch_output(tensor)
-        if begins and self.training:
-            self._buffer_sync.after_forward()
+            self._after_forward(output, begins)
         return output
 
     @contextlib.contextmanager
@@ -384,6 +383,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         found.append([len(children) for children in self._children])
         return found
 
+    @untraced
     def _before_forward(self) -> None:
         self._reducer.settle()
         if not self._reducer.running and self._signature_now() != self._signature:
@@ -395,7 +395,17 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._buffer_sync.before_forward(src=src)
         self._reducer.clock.forward_began()
 
+    @untraced
+    def _after_forward(self, output: Any, begins: bool) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                self._reducer.watch_output(tensor)
+        if begins and self.training:
+            self._buffer_sync.after_forward()
+
+    @untraced
     def _after_backward(self) -> None:
+        self._promised = False
         self._buffer_sync.after_backward()
         if self._steps_in_backward:
             step_in_backward([slot.param for slot in self._reducer.slots])
@@ -426,14 +436,19 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             tensors += self._buffer_sync.named_buffers().values()
         broadcast_tensors(tensors, self.process_group, src=src)
 
+    @untraced
     def _moved(self, value: Any) -> Any:
         assert self.device_ids
         device = self.device_ids[0]
         return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
 
     def _announce_step(self) -> int:
-        Join.notify_join_context(self)
+        try:
+            Join.notify_join_context(self)
+        except RuntimeError as error:  # of throw_on_early_termination, on all ranks alike
+            raise GradientError(str(error)) from error
         facts = announce(self, active=True, synchronise=self.require_backward_grad_sync)
+        self._promised = self.require_backward_grad_sync
         self._set_join_divisor(facts.num_active)
         return facts.first_active
 

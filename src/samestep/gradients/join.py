@@ -76,12 +76,13 @@ class ReplicaJoinHook(JoinHook):
     def main_hook(self) -> None:
         """One step of the others: buffers, and gradients if they synchronise them."""
         model = self._model
+        model._promised = False
         facts = announce(model, active=False)
         if model.training:
             model._buffer_sync.before_forward(src=facts.first_active)
         if facts.num_synchronising:
             model._set_join_divisor(facts.num_active)
-            model._reducer.synchronise_now()
+            model._reducer.stand_by()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All hold the parameters and buffers of the rank that had data longest."""
@@ -125,5 +126,9 @@ def _tell_the_others(model: DistributedDataParallel, error: BaseException) -> No
         return  # Ctrl-C and the like: the process goes, and its sockets with it
     if model._reducer.settle():
         return  # it raised inside of a backward, and the others know by now
+    if model._promised:
+        model._promised = False
+        model._reducer.give_up()  # before the backward that the others are in
+        return
     Join.notify_join_context(model)
     announce(model, active=False, raised=True)

@@ -176,14 +176,31 @@ class Reducer:
     def synchronise_now(self) -> None:
         """What was accumulated without synchronising is averaged now, without a backward.
 
-        Ranks: all. One that has accumulated nothing contributes nothing; while others run a synchronised
-        backward, this takes part in it.
+        Ranks: all. One that has accumulated nothing contributes nothing.
         """
         self.settle()
         if self.running:
             raise GradientError("sync_gradients() was called inside of a backward: call it after it")
         self._begin(force=True)
         self._finish(force=True)
+
+    def stand_by(self) -> None:
+        """Take part in a synchronised backward of the other ranks with zeros, whatever was accumulated.
+
+        Ranks: those that have run out of data (join.py).
+        """
+        for slot in self.slots:
+            slot.param.grad = None
+            slot.used = False
+        self.synchronise_now()
+
+    def give_up(self) -> None:
+        """Take part in a synchronised backward of the other ranks by telling them that it is void.
+
+        Ranks: those that raised after they had promised to take part (join.py).
+        """
+        self._begin(force=True)
+        self._settle()
 
     # One backward
 

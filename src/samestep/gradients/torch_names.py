@@ -25,30 +25,13 @@ from samestep.gradients.replicas import broadcast_tensors
 if TYPE_CHECKING:
     from samestep.gradients.ddp import DistributedDataParallel
 
-__all__ = ["TorchNames", "TorchReducer", "tracing"]
+__all__ = ["TorchNames", "TorchReducer"]
 
 _MIB = 1024 * 1024
 _BUILTIN_HOOKS: dict[str, Any] = {
     "ALLREDUCE": default_hooks.allreduce_hook,
     "FP16_COMPRESS": default_hooks.fp16_compress_hook,
 }
-
-
-@contextlib.contextmanager
-def tracing(model: DistributedDataParallel) -> Iterator[None]:
-    """While the module runs, torch.compile cuts its graph where our buckets end: [Note: torch.compile].
-
-    Dynamo has one slot for the wrapper that is at work, an attribute of torch's class; what it reads from
-    it is `bucket_bytes_cap`. Without it the whole backward would be one compiled call, all gradients would
-    arrive at its end, and nothing would overlap.
-    """
-    slot = nn.parallel.DistributedDataParallel
-    before = slot._active_ddp_module
-    slot._active_ddp_module = model  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        slot._active_ddp_module = before
 
 
 class TorchReducer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,17 @@ class CapTuner:
         group: the ranks.
     """
 
-    def __init__(self, total_mb: float, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        total_mb: float,
+        group: dist.ProcessGroup,
+        *,
+        clock_s: Callable[[], float] = time.perf_counter,
+    ) -> None:
         fitting = [cap for cap in CANDIDATES_MB if cap < total_mb]
         self._candidates = [*fitting, CANDIDATES_MB[-2]] if len(fitting) < len(CANDIDATES_MB) else fitting
         self._group = group
+        self._clock_s = clock_s
         self._medians_s: list[float] = []
         self._steps_s: list[float] = []
         self._last: float | None = None
@@ -39,7 +47,7 @@ class CapTuner:
 
         Ranks: all, after each synchronised backward; it is a collective when the last size was tried.
         """
-        now = time.perf_counter()
+        now = self._clock_s()
         if self._last is not None:
             self._steps_s.append(now - self._last)
         self._last = now
