@@ -71,7 +71,7 @@ class Progress(Generic[T]):
         Tensors and other numbers are read only when the bar is drawn, at most ten times a second, so that
         a device need not be waited for at every step.
         """
-        self._figures.update(figures)
+        self._figures.update({name: _without_graph(value) for name, value in figures.items()})
         self._update()
 
     def advance(self, steps: int = 1) -> None:
@@ -213,6 +213,12 @@ def _choose_display() -> _Display:
     if os.environ.get(messages.LISTENING_VARIABLE):
         return _Launcher()
     return _Terminal() if sys.stderr.isatty() else _Plain()
+
+
+def _without_graph(value: object) -> object:
+    """A tensor is cut from its graph, which would live as long as the figure, and float() would warn of it."""
+    detach = getattr(value, "detach", None)
+    return detach() if callable(detach) else value
 
 
 def _format(value: object) -> str:
