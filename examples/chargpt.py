@@ -95,8 +95,8 @@ def main() -> None:
 
     with samestep.World(seed=0) as world:
         text = standard_library()
-        train_set = text[:-50_000].unfold(0, CONTEXT + 1, 1)  # a window for each character of the text
-        valid_set = text[-50_000:].unfold(0, CONTEXT + 1, CONTEXT)
+        train_set = text[:-25_000].unfold(0, CONTEXT + 1, 1)  # a window for each character of the text
+        valid_set = text[-25_000:].unfold(0, CONTEXT + 1, CONTEXT)
         sampler = samestep.DistributedSampler(train_set)
         loader = DataLoader(train_set, batch_size=max(1, args.batch_size // world.size), sampler=sampler)
         batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch

@@ -216,7 +216,7 @@ def _choose_display() -> _Display:
 
 
 def _without_graph(value: object) -> object:
-    """A tensor is cut from its graph, which would live as long as the figure, and float() would warn of it."""
+    """A tensor is cut from its graph, which would live as long as the figure; float() would warn of it."""
     detach = getattr(value, "detach", None)
     return detach() if callable(detach) else value
 
