@@ -1,0 +1,142 @@
+"""Time of one training step: unsynchronised replicas, torch's DDP, and ours, taking turns in one run.
+
+    samestep run --nproc 2 benchmarks/step.py
+
+Each round runs every variant once, some steps long, all ranks starting together; the figure is the ratio to
+the unsynchronised replicas (the limit), or to torch's DDP, within the round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import samestep
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _models import WORKLOADS, Workload
+from _paired import machine, write_between_markers
+
+Step = Callable[[], None]
+LIMIT, TORCH = "unsynchronised", "torch DDP, Gloo"
+
+
+def make_step(workload: Workload, wrap: Callable[[nn.Module], nn.Module]) -> Step:
+    torch.manual_seed(0)
+    model = wrap(workload.build())
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs, targets = workload.batch()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        workload.loss(model, inputs, targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def variants(groups: dict[str, dist.ProcessGroup]) -> dict[str, Callable[[nn.Module], nn.Module]]:
+    torch_ddp, ours = nn.parallel.DistributedDataParallel, samestep.DistributedDataParallel
+    found: dict[str, Callable[[nn.Module], nn.Module]] = {LIMIT: lambda model: model}
+    for name, group in groups.items():
+        found[f"torch DDP, {name}"] = lambda m, g=group: torch_ddp(m, process_group=g)
+        found[f"samestep, {name}"] = lambda m, g=group: ours(m, process_group=g)
+    return found
+
+
+def time_rounds(steps: dict[str, Step], num_rounds: int, steps_per_round: int) -> dict[str, list[float]]:
+    """Seconds per step by variant and round, on the slowest rank."""
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(num_rounds):
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(steps_per_round):
+                step()
+            took = torch.tensor([(time.perf_counter() - start) / steps_per_round])
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            times[name].append(took.item())
+    return times
+
+
+def ratios(times: dict[str, list[float]], name: str, to: str) -> list[float]:
+    return [a / b for a, b in zip(times[name], times[to], strict=True)]
+
+
+def cell(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.2f} .. {max(values):.2f})"
+
+
+def rows(workload: Workload, times: dict[str, list[float]]) -> list[list[str]]:
+    return [
+        [
+            workload.title,
+            name,
+            f"{statistics.median(figures) * 1e3:.1f} ms",
+            cell(ratios(times, name, LIMIT)),
+            "" if name in (LIMIT, TORCH) else cell(ratios(times, name, TORCH)),
+        ]
+        for name, figures in times.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--shm", action="store_true", help='also over the backend "shm"')
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--page", type=Path, help="write the table between the marks of this page")
+    options = parser.parse_args()
+
+    with samestep.World(backend="gloo") as world:
+        groups: dict[str, Any] = {"Gloo": world.group}
+        if options.shm:
+            from samestep import shm
+
+            shm.register()
+            groups["shm"] = dist.new_group(backend="shm")
+        table, record = [], {}
+        for name in options.models:
+            workload = WORKLOADS[name]
+            steps = {v: make_step(workload, wrap) for v, wrap in variants(groups).items()}
+            times = time_rounds(steps, options.rounds, workload.steps_per_round)
+            table += rows(workload, times)
+            record[name] = times
+            del steps
+        if not world.is_main:
+            return
+        where = {"num_ranks": world.size, **machine()}
+        header = ["model", "variant", "step", "to unsynchronised", "to torch DDP"]
+        caption = ", ".join(f"{key.removeprefix('num_')} {value}" for key, value in where.items())
+        shown = Table(*header, title="One training step, AdamW: median (min .. max)", caption=caption)
+        for row in table:
+            shown.add_row(*row)
+        Console(width=120).print(shown)
+        if options.json:
+            options.json.write_text(
+                json.dumps({"machine": where, "seconds_per_step": record}, indent=1) + "\n"
+            )
+        if options.page:
+            lines = [header, ["---"] * len(header), *table]
+            text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+            write_between_markers(options.page, "step", f"{text}\n\n{caption}")
+
+
+if __name__ == "__main__":
+    main()
