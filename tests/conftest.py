@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from samestep.testing import PRELOAD
+
+# What rank processes of these tests import besides: seconds each, so the server that forks them does it once.
+_SLOW_IMPORTS = [
+    "torch.distributed.optim",
+    "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
+    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -21,3 +31,11 @@ def _environment_restored() -> Iterator[None]:
 def _one_thread_per_rank() -> None:
     # Ranks as threads share two cores; more intra-op threads only get in each other's way.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _rank_server() -> None:
+    from multiprocessing.forkserver import ensure_running
+
+    mp.get_context("forkserver").set_forkserver_preload([*PRELOAD, *_SLOW_IMPORTS])
+    ensure_running()  # it imports while the first tests run

@@ -32,11 +32,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, Store
 
-__all__ = ["RankError", "make_thread_group", "process_ranks", "thread_ranks"]
+__all__ = ["PRELOAD", "RankError", "make_thread_group", "process_ranks", "thread_ranks"]
 
 R = TypeVar("R")
 _GROUP_TIMEOUT = timedelta(seconds=20)
-_PRELOAD = ["torch", "torch.distributed", "samestep.testing", "samestep.gradients", "pytest", "hypothesis"]
+# Imported once, by the server that forks rank processes; a program may start that server with more.
+PRELOAD = ["torch", "torch.distributed", "samestep.testing", "samestep.gradients", "pytest", "hypothesis"]
 
 
 class RankError(AssertionError):
@@ -159,7 +160,7 @@ def _collect(processes: list[Any], readers: list[Any], timeout: float) -> list[A
 
 def _forkserver() -> ForkServerContext:
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     return context
 
 

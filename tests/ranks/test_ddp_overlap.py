@@ -244,7 +244,6 @@ def test_compiled_inside_and_outside_gives_the_same_and_keeps_the_cuts() -> None
                 x = torch.tanh(layer(x))
             return x
 
-
     def run(group: dist.ProcessGroup) -> list[dict[str, Tensor | None]]:
         x = numbers(2, 512, seed=group.rank())
         found = []

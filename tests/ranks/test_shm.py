@@ -292,6 +292,22 @@ def test_a_future_is_completed_although_nobody_waits():
     assert shm_ranks(check, 2) == [4.0, 4.0]
 
 
+def test_a_callback_may_wait_for_another_collective():
+    """As torch's PowerSGD does, in a thread that is not the one that waits."""
+
+    def check(group):
+        first, second = torch.ones(100_000), torch.ones(200_000)
+
+        def again(_):
+            return all_reduce(group, second, wait=False).get_future().wait()[0].sum().item()
+
+        if group.rank():
+            threading.Event().wait(0.05)
+        return all_reduce(group, first, wait=False).get_future().then(again).wait()
+
+    assert shm_ranks(check, 2) == [400_000.0] * 2
+
+
 def test_progress_is_made_while_nobody_waits():
     """Rank 1 waits for what rank 0 has only issued, and rank 0 for a sign that rank 1 gives afterwards."""
     sign = threading.Event()
