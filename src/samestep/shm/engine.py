@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 
 from samestep.errors import CollectiveError
 from samestep.shm.region import Region
@@ -25,6 +26,7 @@ Progress = Generator[Blocked, None, None]
 _SPIN_S = 50e-6
 _NAP_S = 0.1  # between two looks at whether the peers are alive
 _NUM_YIELDS = 20
+_MAX_CALLBACKS = 64  # that can wait for something at the same time
 _NUM_POLLS = 300  # some tens of microseconds
 
 
@@ -91,7 +93,8 @@ class Engine:
         self._num_waiting = 0
         self._thread: threading.Thread | None = None
         self._call_thread = threading.Event()
-        self._called = False  # the thread has been, and has not looked yet
+        self._callbacks = ThreadPoolExecutor(_MAX_CALLBACKS, thread_name_prefix="samestep-shm-done")
+        self._called = False  # the thread has been called, and has not looked yet
         self._hurry = False
         self._closed = False
         cores = len(os.sched_getaffinity(0))
@@ -205,6 +208,7 @@ class Engine:
         if thread is not None and thread is not threading.current_thread():
             self._signals.rise()
             thread.join()
+        self._callbacks.shutdown(wait=False)
 
     def _take_up(self, make: Callable[[], Operation]) -> Operation:
         if self._signals.alarmed() and self._broken is None:
@@ -367,13 +371,21 @@ class Engine:
         if self._num_waiting > 1:
             self._signals.rise()  # another thread may sleep for this one
 
-    def _report_done(self) -> None:
+    def _report_done(self, *, elsewhere: bool = False) -> None:
+        """Call what was to be called when operations are done: here, or in threads of the pool.
+
+        A callback may issue another collective and wait for its future, as torch's PowerSGD does: never let
+        it do that in the thread that would complete it.
+        """
         while self._completed:
             with self.lock:
                 completed, self._completed = self._completed, []
             for operation in completed:
                 for callback in operation.on_done:
-                    callback()
+                    if elsewhere:
+                        self._callbacks.submit(callback)
+                    else:
+                        callback()
 
     def _ensure_thread(self) -> None:
         if self._thread is None:
@@ -396,6 +408,6 @@ class Engine:
                 more = bool(self._active) and self._num_waiting == 0
                 if not self._active:
                     self._hurry = False
-            self._report_done()
+            self._report_done(elsewhere=True)
             if more:
                 self._ensure_thread()

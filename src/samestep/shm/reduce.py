@@ -62,7 +62,7 @@ class Reduction:
         """Fail before anything is sent if torch cannot do this."""
         one = torch.zeros(1, dtype=dtype)
         try:
-            self._operator(one, one, out=one)
+            self.into(one, [one, one])
         except (RuntimeError, NotImplementedError) as error:
             raise CollectiveError(f"torch cannot compute {self.name} of {dtype}: {error}") from None
 
