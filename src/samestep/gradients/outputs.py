@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 __all__ = ["map_tensors", "tensors_in"]
 
@@ -32,15 +33,15 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def _children(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
+    if isinstance(value, PackedSequence):  # a tuple, of which only the data is
+        yield value.data
+    elif isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, (tuple, list, set, frozenset)):
         yield from value
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield getattr(value, field.name, None)
-    elif isinstance(value, torch.nn.utils.rnn.PackedSequence):
-        yield value.data
     elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
         # A plain object, such as a Hugging Face output that is not a mapping or an RRef's local value.
         yield from vars(value).values()
@@ -50,6 +51,8 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """`value` with `fn` applied to each tensor in tuples, lists, dicts, named tuples and dataclasses."""
     if isinstance(value, torch.Tensor):
         return fn(value)
+    if isinstance(value, PackedSequence):
+        return value.to(device=fn(value.data).device)  # type: ignore[call-arg]  # torch's stub lacks it
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(fn, item) for item in value))
     if isinstance(value, (tuple, list)):
@@ -59,8 +62,6 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         return items if type(value) is dict else _rebuilt(value, items)
     if is_dataclass(value) and not isinstance(value, type):
         return _dataclass_mapped(fn, value)
-    if isinstance(value, torch.nn.utils.rnn.PackedSequence):
-        return value.to(device=fn(value.data).device)  # type: ignore[call-arg]  # torch's stub lacks it
     return value
 
 

@@ -1,0 +1,155 @@
+"""The life of a process group, in processes: torch keeps one default group in each."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import samestep
+from samestep.errors import LaunchError, WorldError
+from samestep.testing import process_ranks
+from samestep.world import abort_process_group
+
+
+def _alone() -> None:
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+
+
+def _no_launcher() -> tuple[object, ...]:
+    _alone()
+    assert not samestep.is_initialized()
+    assert samestep.is_main()
+    calls = [samestep.get_rank, samestep.get_local_rank, samestep.get_world_size, samestep.device]
+    for call in [*calls, samestep.barrier, samestep.destroy_process_group]:
+        with pytest.raises(WorldError, match=r"call samestep.init_process_group\(\)"):
+            call()
+    samestep.init_process_group()
+    found = samestep.get_rank(), samestep.get_local_rank(), samestep.get_world_size(), samestep.is_main()
+    with pytest.raises(WorldError, match=r"already \(rank 0 of 1\)"):
+        samestep.init_process_group()
+    assert samestep.device() == torch.device("cpu")
+    samestep.barrier()
+    samestep.destroy_process_group()
+    assert not samestep.is_initialized()
+    samestep.init_process_group("gloo")  # and again
+    samestep.destroy_process_group()
+    return found
+
+
+def test_a_world_of_one_needs_no_variables() -> None:
+    assert process_ranks(_no_launcher, 1) == [(0, 0, 1, True)]
+
+
+def _explicit() -> None:
+    dist.destroy_process_group()
+    with pytest.raises(WorldError, match="rank=0, world_size=3 were asked for"):
+        samestep.init_process_group("gloo", rank=0, world_size=3, store=dist.HashStore())
+    with pytest.raises(WorldError, match="give both of them"):
+        samestep.init_process_group("gloo", rank=0)
+    with pytest.raises(WorldError, match="a store alone"):
+        samestep.init_process_group("gloo", store=dist.HashStore())
+    del os.environ["RANK"]
+    with pytest.raises(LaunchError, match="RANK is not set"):
+        samestep.init_process_group("gloo")
+    del os.environ["WORLD_SIZE"]
+    with pytest.raises(WorldError, match="rank=5 is not in"):
+        samestep.init_process_group("gloo", rank=5, world_size=3, store=dist.HashStore())
+    samestep.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    samestep.destroy_process_group()
+
+
+def test_arguments_that_do_not_fit() -> None:
+    process_ranks(_explicit, 1)
+
+
+def _rendezvous(folder: str) -> tuple[int, int, float]:
+    dist.destroy_process_group()
+    samestep.init_process_group(init_method=f"file://{folder}/store")
+    total = torch.tensor([float(samestep.get_rank())])
+    dist.all_reduce(total)
+    samestep.destroy_process_group()
+    return samestep.environment.read_environment().rank, 0, total.item()
+
+
+def test_an_init_method_takes_ranks_from_the_variables(tmp_path: object) -> None:
+    assert process_ranks(_rendezvous, 3, str(tmp_path)) == [(0, 0, 3.0), (1, 0, 3.0), (2, 0, 3.0)]
+
+
+def _in_a_world() -> tuple[object, ...]:
+    _alone()
+    with samestep.World(seed=3) as world:
+        first = torch.rand(1).item(), float(np.random.rand()), random.random()
+        world.seed_ranks()
+        second = torch.rand(1).item(), float(np.random.rand()), random.random()
+        text = repr(world)
+        found = world.rank, world.local_rank, world.size, world.is_main, str(world.device), world.seed
+        world.barrier()
+    assert not samestep.is_initialized()
+    assert "not entered" in repr(world)
+    with samestep.World(seed=3) as world:
+        assert (torch.rand(1).item(), float(np.random.rand()), random.random()) == first
+        world.seed_ranks()
+        assert (torch.rand(1).item(), float(np.random.rand()), random.random()) == second
+    assert first != second
+    return (*found, text)
+
+
+def test_world_does_all_of_it() -> None:
+    (found,) = process_ranks(_in_a_world, 1)
+    assert found == (0, 0, 1, True, "cpu", 3, "World(rank=0, size=1, device='cpu', seed=3)")
+
+
+def _seeds(folder: str) -> tuple[float, float]:
+    dist.destroy_process_group()
+    with pytest.raises(WorldError, match="seed=-1 is negative"):
+        samestep.World(seed=-1)
+    samestep.init_process_group(init_method=f"file://{folder}/store")
+    world = samestep.World(seed=11)
+    with pytest.raises(WorldError, match="already"), world:
+        pass
+    abort_process_group()
+    assert not samestep.is_initialized()
+    abort_process_group()  # nothing to do
+    return 0.0, 0.0
+
+
+def test_entering_twice_is_refused_and_abort_needs_nobody(tmp_path: object) -> None:
+    process_ranks(_seeds, 2, str(tmp_path))
+
+
+def _one_fails(folder: str, catch: bool) -> tuple[str, float]:
+    dist.destroy_process_group()
+    rank = int(os.environ["RANK"])
+    start = time.monotonic()
+    try:
+        samestep.init_process_group(init_method=f"file://{folder}/store", timeout=timedelta(seconds=60))
+        world = samestep.World(seed=0)
+        try:
+            if rank == 1:
+                raise ZeroDivisionError("rank 1 has had enough")
+            dist.all_reduce(torch.ones(1))  # rank 1 never comes
+        except BaseException as error:
+            world.__exit__(type(error), error, None)
+            raise
+    except (ZeroDivisionError, RuntimeError) as error:
+        if rank == 1 and catch:
+            time.sleep(3)  # it goes on living: the others must not wait for its end
+        return type(error).__name__, time.monotonic() - start
+    return "nothing", 0.0
+
+
+@pytest.mark.parametrize("catch", [False, True])
+def test_no_rank_waits_for_one_that_failed(tmp_path: object, catch: bool) -> None:
+    zero, one = process_ranks(_one_fails, 2, str(tmp_path), catch)
+    assert one[0] == "ZeroDivisionError"
+    assert zero[0] == "RuntimeError"
+    assert zero[1] < 20
