@@ -13,7 +13,7 @@ help: ## list the targets
 setup: $(READY) ## make .venv with the pinned versions of constraints.txt
 
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"samestep needs Python 3.10 or newer; {sys.executable} is {v.major}.{v.minor}. Name another one: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and "samestep needs Python 3.10 or newer; %s is %d.%d. Name another one: make PYTHON=python3.12 ..." % (sys.executable, v[0], v[1]))'
 	@echo "Setting up $(VENV) (once; torch is a large download) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
