@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from samestep.shm.engine import Progress
 from samestep.shm.exchange import Exchange, Label, copy_bytes, pieces
 from samestep.shm.heap import NOT_SHARED, Heap
+from samestep.shm.operation import Progress
 from samestep.shm.reduce import Reduction
 from samestep.shm.region import CACHE_LINE
 

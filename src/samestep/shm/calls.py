@@ -9,10 +9,10 @@ import torch
 
 from samestep.errors import CollectiveError
 from samestep.shm.allreduce import AllReduce
-from samestep.shm.engine import Progress
 from samestep.shm.exchange import Exchange, Label, label_of
 from samestep.shm.heap import Heap
 from samestep.shm.moving import barrier, deal, reduce_scatter, share
+from samestep.shm.operation import Progress
 from samestep.shm.reduce import op_name, premultiplier, reduction
 from samestep.shm.tensors import (
     Back,

@@ -11,57 +11,20 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 
 from samestep.errors import CollectiveError
+from samestep.shm.background import Background
+from samestep.shm.operation import Operation
 from samestep.shm.region import Region
 from samestep.shm.signal import Signals
 
-__all__ = ["Blocked", "Engine", "Operation", "Progress"]
-
-Blocked = tuple[int, int]  # the rank waited for (-1: any), and the flag's value; a new tuple for each wait
-Progress = Generator[Blocked, None, None]
+__all__ = ["Engine"]
 
 _SPIN_S = 50e-6
 _NAP_S = 0.1  # between two looks at whether the peers are alive
 _NUM_YIELDS = 20
-_MAX_CALLBACKS = 64  # that can wait for something at the same time
 _NUM_POLLS = 300  # some tens of microseconds
-
-
-class Operation:
-    """A collective, send or receive in flight on this rank."""
-
-    __slots__ = (
-        "_what",
-        "blocked",
-        "deadline",
-        "done",
-        "error",
-        "needs_all",
-        "on_done",
-        "progress",
-        "sequence",
-    )
-
-    def __init__(
-        self, what: str, sequence: int, progress: Progress, deadline: float, *, needs_all: bool = True
-    ) -> None:
-        self._what = what
-        self.sequence = sequence
-        self.progress = progress
-        self.deadline = deadline
-        self.needs_all = needs_all  # the death of any peer ends it
-        self.blocked: Blocked | None = None
-        self.done = False
-        self.error: BaseException | None = None
-        self.on_done: list[Callable[[], None]] = []
-
-    @property
-    def title(self) -> str:
-        """What to call it in messages."""
-        return f"collective number {self.sequence} ({self._what})" if self.sequence else self._what
 
 
 class Engine:
@@ -71,7 +34,7 @@ class Engine:
         region: of the group.
         signals: of the group.
         describe_peer: (rank, operation) -> what that rank is doing, for messages.
-        grace_s: how long an operation may lie before the group's own thread takes it up.
+        grace_s: how long nobody may have made progress before the group's own thread does.
     """
 
     def __init__(
@@ -85,17 +48,12 @@ class Engine:
         self._region = region
         self._signals = signals
         self._describe_peer = describe_peer
-        self._grace_s = grace_s
         self.lock = threading.Lock()  # held by the thread that moves operations on, never while it sleeps
         self._active: list[Operation] = []
         self._completed: list[Operation] = []  # whose `on_done` is to be called, without the lock
         self._broken: str | None = None
         self._num_waiting = 0
-        self._thread: threading.Thread | None = None
-        self._call_thread = threading.Event()
-        self._callbacks = ThreadPoolExecutor(_MAX_CALLBACKS, thread_name_prefix="samestep-shm-done")
-        self._called = False  # the thread has been called, and has not looked yet
-        self._hurry = False
+        self._background = Background(self._progress_in_background, grace_s)
         self._closed = False
         cores = len(os.sched_getaffinity(0))
         shares_process = len(set(region.pids)) < len(region.pids)
@@ -138,7 +96,8 @@ class Engine:
             self._step()
         self._report_done()
         if not operation.done:
-            self._ensure_thread()
+            self._background.touch()
+            self._background.call()
         return operation
 
     def run(self, make: Callable[[], Operation]) -> None:
@@ -177,6 +136,7 @@ class Engine:
                 self._step()
             finally:
                 self.lock.release()
+            self._background.touch()
             self._report_done()
 
     def when_done(self, operation: Operation, callback: Callable[[], None]) -> None:
@@ -185,12 +145,10 @@ class Engine:
             done = operation.done
             if not done:
                 operation.on_done.append(callback)
-                # Somebody may wait where this engine does not see it: the thread takes over at once.
-                self._hurry = True
         if done:
             callback()
         else:
-            self._ensure_thread()
+            self._background.hurry()
 
     def abort(self, reason: str) -> None:
         """All operations of this rank end with an error, and so do those of its peers. From any thread."""
@@ -203,12 +161,9 @@ class Engine:
     def close(self) -> None:
         """The group's thread ends. Operations in flight are left as they are."""
         self._closed = True
-        self._call_thread.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            self._signals.rise()
-            thread.join()
-        self._callbacks.shutdown(wait=False)
+        self._background.stop()
+        self._signals.rise()
+        self._background.join()
 
     def _take_up(self, make: Callable[[], Operation]) -> Operation:
         if self._signals.alarmed() and self._broken is None:
@@ -288,8 +243,9 @@ class Engine:
             if lying:
                 self._signals.rise()
             self._num_waiting -= 0 if own_thread else 1
-            if self._active and not own_thread and self._thread is not None:
-                self._ensure_thread()
+            if self._active and not own_thread and self._background.is_started:
+                self._background.touch()
+                self._background.call()
 
     def _sleep(self) -> None:
         nap = _NAP_S
@@ -383,31 +339,18 @@ class Engine:
             for operation in completed:
                 for callback in operation.on_done:
                     if elsewhere:
-                        self._callbacks.submit(callback)
+                        self._background.submit(callback)
                     else:
                         callback()
 
-    def _ensure_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._main, name="samestep-shm", daemon=True)
-            self._thread.start()
-        if not self._called:
-            self._called = True
-            self._call_thread.set()
-
-    def _main(self) -> None:
-        while not self._closed:
-            self._call_thread.wait()
-            self._call_thread.clear()
-            if self._grace_s and not self._hurry:
-                time.sleep(self._grace_s)
-            self._called = False
-            with self.lock:
-                if self._num_waiting == 0 and not self._closed:
-                    self._drive(None)
-                more = bool(self._active) and self._num_waiting == 0
-                if not self._active:
-                    self._hurry = False
-            self._report_done(elsewhere=True)
-            if more:
-                self._ensure_thread()
+    def _progress_in_background(self) -> bool:
+        with self.lock:
+            if self._num_waiting == 0 and not self._closed:
+                self._drive(None)
+            more = bool(self._active)
+            if not more:
+                self._background.calm()
+            others_wait = self._num_waiting > 0
+        self._report_done(elsewhere=True)
+        # Those who wait make progress, and call again when they stop.
+        return more and not others_wait

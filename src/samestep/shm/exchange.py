@@ -25,8 +25,8 @@ from functools import lru_cache
 import torch
 
 from samestep.errors import CollectiveError
-from samestep.shm.engine import Progress
 from samestep.shm.heap import NOT_SHARED, Heap, Place
+from samestep.shm.operation import Progress
 from samestep.shm.region import CACHE_LINE, Layout, Region
 from samestep.shm.signal import Signals
 

@@ -11,8 +11,9 @@ import torch
 from samestep.errors import CollectiveError
 from samestep.shm.allreduce import AllReduce
 from samestep.shm.calls import Call
-from samestep.shm.engine import Engine, Operation, Progress
+from samestep.shm.engine import Engine
 from samestep.shm.exchange import Exchange
+from samestep.shm.operation import Operation, Progress
 from samestep.shm.works import ShmWork
 
 __all__ = ["Issuer"]

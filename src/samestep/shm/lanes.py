@@ -13,7 +13,7 @@ from collections import deque
 import torch
 
 from samestep.errors import CollectiveError
-from samestep.shm.engine import Progress
+from samestep.shm.operation import Progress
 from samestep.shm.region import CACHE_LINE, Region
 from samestep.shm.signal import Signals
 

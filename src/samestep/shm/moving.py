@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from samestep.errors import CollectiveError
-from samestep.shm.engine import Progress
 from samestep.shm.exchange import Exchange, Label
+from samestep.shm.operation import Progress
 from samestep.shm.reduce import Reduction
 from samestep.shm.region import CACHE_LINE
 

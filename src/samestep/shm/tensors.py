@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from samestep.errors import CollectiveError
-from samestep.shm.engine import Progress
+from samestep.shm.operation import Progress
 
 __all__ = [
     "Back",

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from samestep.shm.engine import Engine, Operation
+from samestep.shm.engine import Engine
 from samestep.shm.lanes import Receipt
+from samestep.shm.operation import Operation
 
 __all__ = ["ShmWork"]
 
