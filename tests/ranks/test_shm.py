@@ -82,7 +82,7 @@ def test_sums_follow_the_tree_to_the_bit_on_every_path(size):
             assert torch.equal(ours, expected[index])
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_reduce_scatter_follows_the_tree_too(size):
     numel = 70_001
 

@@ -51,6 +51,8 @@ class Reduction:
         """
         if len(operands) == 2:
             self._operator(operands[0], operands[1], out=out)
+        elif len(operands) == 1:
+            out.copy_(operands[0])
         else:
             tensors = (*operands, *scratch, out)
             for left, right, target in self._steps:
