@@ -118,7 +118,8 @@ def _main(folder: str, name: str, main: str, arguments: tuple[str, ...], variabl
         file = os.open(f"{name}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)
         os.close(file)
-    os.environ.pop("OMP_NUM_THREADS", None)
+    for variable in ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "GLOO_SOCKET_IFNAME"):
+        os.environ.pop(variable, None)
     os.environ.update(variables)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = ["samestep", *arguments]
@@ -128,4 +129,31 @@ def _main(folder: str, name: str, main: str, arguments: tuple[str, ...], variabl
     getattr(__import__(module, fromlist=[function]), function)()
 
 
-__all__ = ["Launched", "is_gone", "launch", "run", "script", "wait_until_gone"]
+def main_into_fifo() -> None:
+    """The command line, its standard output a pipe named `fifo` in the working directory."""
+    file = os.open("fifo", os.O_WRONLY)
+    os.dup2(file, 1)
+    os.close(file)
+    from samestep.cli import main
+
+    main()
+
+
+def torchrun() -> None:
+    """torch's own launcher, to compare with."""
+    from torch.distributed.run import main
+
+    main(sys.argv[1:])
+
+
+__all__ = [
+    "GONE_S",
+    "Launched",
+    "is_gone",
+    "launch",
+    "main_into_fifo",
+    "run",
+    "script",
+    "torchrun",
+    "wait_until_gone",
+]

@@ -38,7 +38,7 @@ __all__ = ["Agent", "RendezvousError", "quiet_torchelastic"]
 
 MONITOR_INTERVAL_S = 0.05  # on one host: nothing but `waitid`
 MANY_HOSTS_MONITOR_INTERVAL_S = 0.2  # each time a question to the store
-CULPRIT_PATIENCE_S = 1.5  # how long a rank that lost a peer may wait for the one it lost to fail
+CULPRIT_PATIENCE_S = 2.2  # how long a rank that lost a peer may wait for the one it lost to fail
 LEAVE_PATIENCE_S = 1.0  # how long a rank that has left its last word may take to go
 
 
@@ -91,12 +91,15 @@ class Ranks(SubprocessContext):
         return None if self._is_cause_to_come() else super()._poll()
 
     def _hurry_those_that_leave(self) -> None:
-        for rank in self.ranks:
-            if rank.poll() is None and rank.error_file.exists():
-                word = rank.last_word()
-                if word is not None and time.time() - word.time_s > LEAVE_PATIENCE_S:
-                    rank.ended_by_launcher = True
-                    rank.send(signal.SIGKILL)
+        """A rank that has left its last word runs its exit functions, which may block: not for ever."""
+        leaving = [rank for rank in self.ranks if rank.error_file.exists() and rank.poll() is None]
+        for rank in leaving:
+            word = rank.last_word()
+            if word is not None and time.time() - word.time_s > LEAVE_PATIENCE_S:
+                rank.ended_by_launcher = True
+                rank.send(signal.SIGKILL)
+        if any(not lost_a_peer(rank.last_word()) for rank in leaving):
+            self._local_ranks.ask_to_end(but=leaving)
 
     def _is_cause_to_come(self) -> bool:
         """Whether the ranks that failed have only lost a peer: the one they lost may still be on its way."""
@@ -213,10 +216,11 @@ class Agent(SimpleElasticAgent):
             self._tell(self._worker_group)
 
     def leave(self) -> None:
-        """Close the rendezvous, and wait a little for the others: its store may be this launcher's."""
-        self._worker_group.spec.rdzv_handler.shutdown()
+        """Close the rendezvous; if its store is this launcher's, after the others."""
+        rendezvous = self._worker_group.spec.rdzv_handler
+        rendezvous.shutdown()
         if self._hosts is not None:
-            self._hosts.leave_together()
+            self._hosts.leave(holds_store=getattr(rendezvous, "holds_store", False))
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
         # Events go nowhere; the base class asks the name service for this host's name for each of them.

@@ -76,15 +76,16 @@ class Hosts:
             )
         self._checked_s = 0.0
 
-    def leave_together(self) -> None:
-        """Return when the others are done with the store, or soon: one of the launchers holds it."""
+    def leave(self, *, holds_store: bool) -> None:
+        """The launcher that holds the store waits a little for the others, which may still read from it."""
         if self._num_hosts == 1:
             return
         with contextlib.suppress(RuntimeError):
             self._store.add(f"{_PREFIX}/left", 1)
-            _wait_until(
-                lambda: self._store.add(f"{_PREFIX}/left", 0) >= self._num_hosts, _EXCHANGE_PATIENCE_S
-            )
+            if holds_store:
+                _wait_until(
+                    lambda: self._store.add(f"{_PREFIX}/left", 0) >= self._num_hosts, _EXCHANGE_PATIENCE_S
+                )
 
 
 def _failures_in(words: bytes) -> list[Failure]:

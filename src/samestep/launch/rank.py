@@ -50,7 +50,7 @@ class LastWord:
     traceback: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Rank:
     """A rank's process and what is known of its end."""
 

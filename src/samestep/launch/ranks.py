@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from samestep.launch import processes
 from samestep.launch.output import Output
 from samestep.launch.rank import Place, Rank, start_rank
 
-GRACE_S = 2.5  # from the first signal to SIGKILL
+GRACE_S = 2.0  # from the first signal to SIGKILL
 _KILLED_S = 1.0  # a process in uninterruptible sleep survives SIGKILL: do not wait for it for ever
 
 
@@ -46,6 +46,7 @@ class LocalRanks:
             assert [rank.rank for rank in self.running] == list(place.ranks)
             return self.running
         self.running = []
+        self._asked_s = 0.0
         for local_rank in range(place.num_local_ranks):
             self.running.append(start_rank(place, local_rank, self._command, self.folder, self._output))
         self._guard = processes.Guard([rank.pid for rank in self.running])
@@ -57,18 +58,19 @@ class LocalRanks:
             if rank.poll() is None:
                 rank.send(signum)
 
-    def ask_to_end(self) -> None:
-        """All of them have been sent `stop_signal`, once."""
+    def ask_to_end(self, *, but: Collection[Rank] = ()) -> None:
+        """All of them, `but` those, have been sent `stop_signal`, once."""
         for rank in self.running:
-            if rank.poll() is None and not rank.ended_by_launcher:
+            if rank not in but and rank.poll() is None and not rank.ended_by_launcher:
                 rank.ended_by_launcher = True
                 rank.send(self.stop_signal)
-                self._asked_s = time.monotonic()
+                self._asked_s = self._asked_s or time.monotonic()
 
     def end(self) -> None:
         """All of them have ended, and their children: asked to, then killed."""
         self.ask_to_end()
-        _wait_for(self.running, self._asked_s + GRACE_S - time.monotonic())
+        if self._asked_s:
+            _wait_for(self.running, self._asked_s + GRACE_S - time.monotonic())
         self.kill()
 
     def kill(self) -> None:

@@ -60,6 +60,7 @@ def _run(options: RunOptions, local_ranks: LocalRanks, output: Output, signals: 
         threads = threads_per_rank(options.num_ranks)
         output.say(f"samestep: {options.num_ranks} ranks on this host, {threads} thread(s) each")
     if not options.is_one_host:
+        output.say(f"samestep: waiting for {options.min_hosts} host(s) at {options.rdzv_endpoint}")
         return _supervise(options, run_id, None, local_ranks, output, signals)
     with listen() as listener:
         local_ranks.start_early(_only_place(options, run_id, listener.getsockname()[1]))
