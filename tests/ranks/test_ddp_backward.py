@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -490,6 +492,32 @@ def test_parameters_nobody_used_keep_none_and_do_not_move() -> None:
         return model.module.spare.weight.grad
 
     assert on_ranks(Spare, train, bucket_cap_mb=1e-5) == [None, None]
+
+
+def test_a_wrapper_goes_with_its_last_reference() -> None:
+    """Else its hooks would go on reducing beside those of the next wrapper of the same module."""
+
+    def run(group: Any) -> tuple[Grads, bool, int]:
+        net = seeded(Net)
+        gc.disable()
+        try:
+            model = DistributedDataParallel(net, process_group=group)
+            run_step(model, group.rank())
+            reducer = weakref.ref(model._reducer)
+            buffer = weakref.ref(model._reducer.queue.buckets[0].buffer)
+            del model
+            gone = reducer() is None and buffer() is None
+        finally:
+            gc.enable()
+        net.zero_grad()
+        model = DistributedDataParallel(net, process_group=group)
+        grads = run_step(model, group.rank())
+        return grads, gone, len(net.first.weight._post_accumulate_grad_hooks)
+
+    for grads, gone, num_hooks in thread_ranks(run, 2):
+        assert gone
+        assert num_hooks == 1
+        assert_same(grads, EXPECTED, 1e-12)
 
 
 def test_two_wrappers_and_a_wrapper_inside_of_a_wrapper() -> None:

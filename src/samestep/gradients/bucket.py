@@ -18,7 +18,19 @@ _SMALL_NUMEL = 32 * 1024
 class Slot:
     """One parameter, its place in a bucket, and what the running backward has done with it."""
 
-    __slots__ = ("bucket", "expected", "firings", "index", "name", "nested", "node", "param", "used", "view")
+    __slots__ = (
+        "bucket",
+        "expected",
+        "firings",
+        "index",
+        "name",
+        "nested",
+        "node",
+        "param",
+        "released",
+        "used",
+        "view",
+    )
 
     def __init__(self, index: int, name: str, param: torch.nn.Parameter) -> None:
         self.index = index
@@ -31,6 +43,7 @@ class Slot:
         self.firings = 0  # how often the running backward has added to its gradient
         self.expected = 1  # after how many firings its gradient is complete
         self.nested = False  # it has fired in a backward inside of the backward (re-entrant checkpointing)
+        self.released = False  # the engine has said that the running backward will not reach it
         self.used = False  # its gradient holds something that was not yet synchronised
 
 
@@ -70,6 +83,7 @@ class Bucket:
         self.launched = False
         for slot in self.slots:
             slot.firings = 0
+            slot.released = False
 
     @torch.no_grad()
     def fill(self, scale: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -370,7 +371,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self._hook is not None:
             self._reducer.set_hook(*self._hook)
         self._steps_in_backward = take_over(parameters)
-        self._reducer.on_synchronised.append(self._after_backward)
+        me = weakref.ref(self)  # the reducer must not hold its wrapper
+        self._reducer.on_synchronised.append(lambda: _alive(me)._after_backward())
         self._tables = [m._parameters for m in self.module.modules()]
         self._children = [m._modules for m in self.module.modules()]
         self._signature = self._signature_now()
@@ -484,3 +486,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.process_group = group
         self.device_mesh = None
         self._bind(each_step=each_step, verify=False)
+
+
+def _alive(reference: weakref.ref[DistributedDataParallel]) -> DistributedDataParallel:
+    model = reference()
+    assert model is not None, "a wrapper's backward outlived it"
+    return model

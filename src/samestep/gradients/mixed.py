@@ -34,6 +34,11 @@ class MixedPrecision:
         self._cast_inputs: bool = getattr(policy, "cast_forward_inputs", True)
         self._module = module
         self._ignored = ignored
+        for name, parameter in module.named_parameters():
+            if name not in ignored and self.param_dtype is not None:
+                # torch's names; its copies, too, have no memory of their own outside of a step.
+                parameter._fp_param = parameter.data  # type: ignore[attr-defined]
+                parameter._mp_param = parameter.new_empty(0, dtype=self.param_dtype)  # type: ignore[attr-defined]
         if policy.buffer_dtype is not None:
             for name, buffer in module.named_buffers():
                 if name not in ignored and buffer.is_floating_point():

@@ -80,6 +80,7 @@ class Reducer:
         self.divisor = group.size()  # of a mean; fewer where ranks have run out of data (join.py)
         self.num_backwards = 0  # synchronised ones
         self.is_static = True  # every backward so far has fired the same hooks
+        self.error: str | None = None  # a promise that was broken
         self.clock = Clock()
         self.on_synchronised: list[Callable[[], None]] = []  # called when the gradients are the same
         self.num_used: tuple[int, ...] = (0,) * len(parameters)  # ranks that used each, last time
@@ -122,6 +123,15 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def __del__(self) -> None:
+        # [Note: Who holds whom] Nothing that outlives a wrapper holds its reducer, and the reducer holds no
+        # wrapper: both go with the last reference, and a module can be wrapped again at once. Were it
+        # left to the garbage collector, the old hooks would go on reducing until it runs.
+        for slot in getattr(self, "slots", ()):
+            slot.bucket = None  # buckets hold slots: a cycle, in which the buffers would stay
+        if hasattr(self, "_handles"):
+            self.close()
 
     def continue_from(self, before: Reducer) -> None:
         """Take over what `before`, which has another plan or other parameters, knows of this run."""
@@ -187,12 +197,11 @@ class Reducer:
     def stand_by(self) -> None:
         """Take part in a synchronised backward of the other ranks with zeros, whatever was accumulated.
 
-        Ranks: those that have run out of data (join.py).
+        Ranks: those that have run out of data (join.py). They have no gradients before nor after it.
         """
-        for slot in self.slots:
-            slot.param.grad = None
-            slot.used = False
+        self._drop_gradients()
         self.synchronise_now()
+        self._drop_gradients()
 
     def give_up(self) -> None:
         """Take part in a synchronised backward of the other ranks by telling them that it is void.
@@ -222,7 +231,7 @@ class Reducer:
     def _release_unused(self) -> None:
         for slot in self.slots:
             if slot.bucket is not None and not torch._C._will_engine_execute_node(slot.node):
-                slot.firings = slot.expected
+                slot.released = True
                 self._one_more_complete(slot.bucket)
 
     def _on_gradient(self, slot: Slot) -> None:
@@ -239,10 +248,10 @@ class Reducer:
             # [Note: Firing more than once] A layer that several re-entrant checkpoints share fires once in
             # each of them. How often is known only at the end, unless it was promised to be constant.
             bucket.held = bucket.held or not self.static_graph
-        if slot.firings == slot.expected:
-            self._one_more_complete(bucket)
-        elif slot.firings > slot.expected and bucket.launched:
+        if bucket.launched:
             self._refuse_late(slot)
+        if slot.firings == slot.expected and not slot.released:
+            self._one_more_complete(bucket)
 
     def _one_more_complete(self, bucket: Bucket) -> None:
         bucket.waiting -= 1
@@ -279,8 +288,7 @@ class Reducer:
         rides = self.queue.complete(self._scale_before())
         self._reduce_sparse(contribute=True)
         if rides.abandoned:
-            for slot in self.slots:
-                slot.param.grad = None
+            self._drop_gradients()
             raise GradientError(
                 f"rank {self.group.rank()}: {rides.abandoned} other rank(s) gave up in the middle of this "
                 "backward (their own error says why): its gradients were dropped"
@@ -329,13 +337,16 @@ class Reducer:
         if not syncing:
             return False
         # The other ranks wait for the buckets that this one has not sent: they get zeros, and the word.
-        for slot in self.slots:
-            slot.param.grad = None
-            slot.used = False
+        self._drop_gradients()
         self._items = 0
         self.queue.complete(1.0, abandoned=True)
         self._reduce_sparse(contribute=False)
         return True
+
+    def _drop_gradients(self) -> None:
+        for slot in self.slots:
+            slot.param.grad = None
+            slot.used = False
 
     # Scales and facts
 
@@ -421,11 +432,12 @@ class Reducer:
             for slot, before, now in zip(self.slots, self._usual_firings, firings, strict=True)
             if before != now
         ]
-        raise GradientError(
+        self.error = (
             "Your training graph has changed in this iteration, which static_graph=True promised it would "
             f"not: gradients fired differently for {', '.join(changed[:5])}"
             f"{' ...' if len(changed) > 5 else ''}. Drop static_graph"
         )
+        raise GradientError(self.error)
 
     def _refuse_grad_of_parameters(self) -> None:
         if self.synchronise and not torch.is_grad_enabled():

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
 from samestep.errors import GradientError
-from samestep.gradients.arguments import IGNORED
+from samestep.gradients.arguments import IGNORED, ignored_names
 from samestep.gradients.buckets import DEFAULT_CAP_MB
 from samestep.gradients.hooks import GradBucket
 from samestep.gradients.replicas import broadcast_tensors
@@ -91,8 +91,8 @@ class TorchNames:
 
     @staticmethod
     def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
-        inner = getattr(module, "module", module)
-        ignored = getattr(module, "parameters_to_ignore", ())
+        ignored = getattr(module, "parameters_to_ignore", None) or ignored_names(module)
+        inner: Any = module.module if isinstance(module, TorchNames) else module
         for name, parameter in inner.named_parameters():
             if name not in ignored:
                 yield (name, parameter) if named_params else parameter
@@ -144,13 +144,14 @@ class TorchNames:
         if dist.get_debug_level() == dist.DebugLevel.OFF:
             return {}
         names = {id(p): name for name, p in self._managed()}
-        for i, parameter in enumerate(parameters):
-            if id(parameter) not in names:
-                raise GradientError(f"Param with name for index {i} is not one that this model trains")
-        if len(parameters) != len(names):
-            raise GradientError(
-                f"Expected param to name mapping of {len(names)} parameters, got {len(parameters)}"
+        given = {id(p) for p in parameters}
+        if len(given) > len(names):
+            raise ValueError(
+                f"Expected param to name mapping to have {len(given)} entries, but {len(names)} are trained"
             )
+        for key, name in names.items():
+            if key not in given:
+                raise ValueError(f"Param with name {name} is trained by this model, but was not given")
         return {i: names[id(p)] for i, p in enumerate(parameters)}
 
     @contextlib.contextmanager
@@ -166,6 +167,7 @@ class TorchNames:
         """`statistics()` under torch's field names, those that mean something here."""
         reducer, clock = self._reducer, self._reducer.clock
         plan, steps = reducer.plan, max(1, clock.num_steps)
+        error = self._error or reducer.error
         in_order = [reducer.queue.buckets[i] for i in reducer.queue.order]
         data: dict[str, Any] = {
             "world_size": self.process_group.size(),
@@ -189,7 +191,7 @@ class TorchNames:
             "num_buckets_reduced": len(in_order) + len(plan.sparse),
             "has_sync_bn": any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules()),
             "join_uneven_inputs": self._join_used,
-            "has_error": self._error is not None,
+            "has_error": error is not None,
             "unused_parameter_size": reducer.unused_bytes,
             "forward_compute_time_start": clock.forward_start_ns,
             "backward_compute_time_start": clock.backward_start_ns,
@@ -208,8 +210,8 @@ class TorchNames:
             "avg_backward_compute_comm_overlap_time": clock.sum_overlap_ns // steps,
             "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
         }
-        if self._error is not None:
-            data["error"] = self._error
+        if error is not None:
+            data["error"] = error
         if self._hook is not None:
             hook = self._hook[1]
             data["comm_hook"] = getattr(self, "_builtin_hook", getattr(hook, "__qualname__", repr(hook)))
