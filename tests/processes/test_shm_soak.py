@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from benchmarks import soak
+
 from samestep.shm import register
 from samestep.testing import process_ranks
 

@@ -21,7 +21,7 @@ from samestep.shm.signal import Signals
 
 __all__ = ["Engine"]
 
-_SPIN_S = 50e-6
+_SPIN_S = 100e-6
 _NAP_S = 0.1  # between two looks at whether the peers are alive
 _NUM_YIELDS = 20
 _NUM_POLLS = 300  # some tens of microseconds

@@ -13,6 +13,7 @@ from collections import deque
 import torch
 
 from samestep.errors import CollectiveError
+from samestep.shm.exchange import copy_bytes
 from samestep.shm.operation import Progress
 from samestep.shm.region import CACHE_LINE, Region
 from samestep.shm.signal import Signals
@@ -80,24 +81,34 @@ class Lanes:
             blocked = (peer, -number)
             while queue[0] != number:
                 yield blocked
-        head = torch.tensor([tag, payload.numel(), dtype, 0, 0, 0, 0, 0]).view(torch.uint8)
-        for data in (head, payload):
-            done = 0
-            while done < data.numel():
-                if self._room(peer) < CACHE_LINE:
-                    blocked = (peer, done)
-                    while self._room(peer) < CACHE_LINE:
-                        yield blocked
-                done += self._put(peer, data, done)
+        word = self._word(peer, _SENT)
+        sent = self._count(self._rank, peer, _SENT)
+        yield from self._room(peer, sent)
+        head = self._place(peer, sent) // _WORD
+        words = self._region.segments[self._rank].words
+        words[head + _TAG], words[head + _NUM_BYTES], words[head + _DTYPE] = tag, payload.numel(), dtype
+        sent += CACHE_LINE
+        done = 0
+        while done < payload.numel():
+            if self._free(peer, sent) < CACHE_LINE:
+                self._signals.post(word, sent)
+                yield from self._room(peer, sent)
+            piece = self._piece(sent, payload.numel() - done, self._free(peer, sent))
+            target = self._region.segments[self._rank].address + self._place(peer, sent)
+            copy_bytes(target, payload.data_ptr() + done, piece)
+            done += piece
+            sent += _padded(piece)
+            self._signals.post(word, sent)
+        if done == 0:
+            self._signals.post(word, sent)
         queue.popleft()
 
-    def _put(self, peer: int, data: torch.Tensor, done: int) -> int:
-        """Put the next piece of `data` into the lane to `peer`; how many bytes it was."""
-        sent = self._count(self._rank, peer, _SENT)
-        piece = self._piece(sent, data.numel() - done, self._room(peer))
-        self._ring(self._rank, peer, sent, piece).copy_(data[done : done + piece])
-        self._signals.post(self._word(peer, _SENT), sent + _padded(piece))
-        return piece
+    def _room(self, peer: int, sent: int) -> Progress:
+        """Return when there is room in the lane to `peer`, where `sent` bytes have been put."""
+        if self._free(peer, sent) < CACHE_LINE:
+            blocked = (peer, sent)
+            while self._free(peer, sent) < CACHE_LINE:
+                yield blocked
 
     def receive(self, peer: int | None, receipt: Receipt) -> Progress:
         """Done when the message that `receipt` asks for has come: from `peer`, or from anybody (None)."""
@@ -145,17 +156,22 @@ class Lanes:
         while self._waiting(source):
             moved = True
             received = self._taken_from(source)
+            segment, place = self._region.segments[source], self._place(self._rank, received)
             if inbox.current is None:
-                head = self._ring(source, self._rank, received, CACHE_LINE).view(torch.int64).tolist()
-                inbox.current = self._match(source, inbox, head[_TAG], head[_NUM_BYTES], head[_DTYPE])
+                words, head = segment.words, place // _WORD
+                inbox.current = self._match(
+                    source,
+                    inbox,
+                    int(words[head + _TAG]),
+                    int(words[head + _NUM_BYTES]),
+                    int(words[head + _DTYPE]),
+                )
                 inbox.num_taken = 0
                 taken = CACHE_LINE
             else:
                 target = inbox.current.target
                 piece = self._piece(received, target.numel() - inbox.num_taken, self._waiting(source))
-                target[inbox.num_taken : inbox.num_taken + piece].copy_(
-                    self._ring(source, self._rank, received, piece)
-                )
+                copy_bytes(target.data_ptr() + inbox.num_taken, segment.address + place, piece)
                 inbox.num_taken += piece
                 taken = _padded(piece)
             self._signals.post(self._word(source, _RECEIVED), received + taken)
@@ -197,9 +213,9 @@ class Lanes:
         to_end = self._ring_bytes - position % self._ring_bytes
         return min(wanted, available, to_end, max(CACHE_LINE, self._ring_bytes // 4))
 
-    def _ring(self, sender: int, receiver: int, position: int, num_bytes: int) -> torch.Tensor:
-        start = self._layout.lane(receiver) + self._layout.LANE_HEAD_BYTES + position % self._ring_bytes
-        return self._region.segments[sender].tensor(torch.uint8, start, num_bytes)
+    def _place(self, receiver: int, position: int) -> int:
+        """Where byte `position` of a lane to `receiver` lies in the sender's segment."""
+        return self._layout.lane(receiver) + self._layout.LANE_HEAD_BYTES + position % self._ring_bytes
 
     def _word(self, peer: int, which: int) -> int:
         return self._layout.lane(peer) // _WORD + which
@@ -207,10 +223,9 @@ class Lanes:
     def _count(self, rank: int, peer: int, which: int) -> int:
         return int(self._region.segments[rank].words[self._word(peer, which)])
 
-    def _room(self, peer: int) -> int:
-        """Bytes that this rank's lane to `peer` can take."""
-        taken = self._count(peer, self._rank, _RECEIVED)
-        return self._ring_bytes - (self._count(self._rank, peer, _SENT) - taken)
+    def _free(self, peer: int, sent: int) -> int:
+        """Bytes that the lane to `peer` can take, where `sent` bytes have been put."""
+        return self._ring_bytes - (sent - self._count(peer, self._rank, _RECEIVED))
 
     def _taken_from(self, source: int) -> int:
         return self._count(self._rank, source, _RECEIVED)
