@@ -93,7 +93,7 @@ def test_the_character_transformer_learns_and_writes(tmp_path: Path) -> None:
     ended = run(SAMESTEP_RUN, "chargpt.py", "--steps", "20", "--every", "10", cwd=tmp_path)
     after_10, after_20 = map(float, re.findall(r"on text not seen ([\d.]+)", ended.stdout))
     assert after_20 < after_10 < 4.5  # guessing costs log 96 = 4.56
-    assert after_20 < 3.2
+    assert after_20 < 3.6
     assert "def " in ended.stdout
     assert {path.name for path in (tmp_path / "runs" / "chargpt").iterdir()} == {
         "step-000000010",
