@@ -59,7 +59,7 @@ def test_tables_name_tests_of_the_suite() -> None:
     assert len(_APPLICABLE) >= 80
 
 
-@pytest.mark.timeout(300)  # the slowest trains 126 models
+@pytest.mark.timeout(300)  # more than any test may take
 @pytest.mark.parametrize("name", _APPLICABLE)
 def test_samestep_passes_what_torch_passes(name: str, ask: Ask) -> None:
     answer = ask(name)
