@@ -63,11 +63,6 @@ class Engine:
         self._sched_yield = ctypes.CDLL(None).sched_yield
 
     @property
-    def broken(self) -> str | None:
-        """Why the group can no longer be used; None as long as it can."""
-        return self._broken
-
-    @property
     def num_polls(self) -> int:
         """How often to look for a flag before `wait` or `run` are worth calling."""
         return _NUM_POLLS if self._spin_s else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ class Heap:
         self._mine: list[Segment] = []
         self._free: list[int] = []
         self._theirs: dict[tuple[int, int], Segment] = {}
+        self._closing = threading.Lock()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor in shared memory, its values undefined.
@@ -79,7 +81,8 @@ class Heap:
         return segment.tensor(dtype, place.offset, numel)
 
     def close(self) -> None:
-        """Peers can attach nothing more; mappings go with their last user."""
-        for segment in self._mine:
-            segment.close()
-        self._theirs.clear()
+        """Peers can attach nothing more; mappings go with their last user. From any thread."""
+        with self._closing:
+            for segment in self._mine:
+                segment.close()
+            self._theirs.clear()

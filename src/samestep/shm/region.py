@@ -13,6 +13,7 @@ import mmap
 import os
 import secrets
 import sys
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,8 +29,9 @@ __all__ = ["CACHE_LINE", "Layout", "Region", "Segment"]
 CACHE_LINE = 64
 _PAGE = 4096
 _WORD = 8
-_MAX_STAGE_BYTES = 512 * 1024
+_MAX_STAGE_BYTES = 1024 * 1024
 _MIN_STAGE_BYTES = 16 * 1024
+_MAX_LANE_BYTES = 512 * 1024
 
 
 class Segment:
@@ -114,8 +116,8 @@ class Layout:
 
     @property
     def lane_bytes(self) -> int:
-        """Of the buffer of one lane: all lanes of a rank share what one stage takes."""
-        share = self.stage_bytes // max(1, self.num_ranks - 1)
+        """Of the buffer of one lane: all lanes of a rank together take no more than a stage, about."""
+        share = min(self.stage_bytes // self.num_ranks, _MAX_LANE_BYTES)
         return max(_PAGE, share // _PAGE * _PAGE)
 
     @property
@@ -170,6 +172,7 @@ class Region:
         _check_hosts(self.cards, rank)
         self.rank = rank
         self.num_ranks = num_ranks
+        self._closing = threading.Lock()
         self.pids = [int(card["pid"]) for card in self.cards]
         self.layout = Layout(num_ranks, min(int(card["stage_bytes"]) for card in self.cards))
         self.pidfds = [os.pidfd_open(pid) if pid != os.getpid() else -1 for pid in self.pids]
@@ -190,12 +193,13 @@ class Region:
         return segment
 
     def close(self) -> None:
-        """Let go of file descriptors; the mappings go with their last user."""
-        for fd in self.pidfds:
-            if fd >= 0:
-                os.close(fd)
-        self.pidfds = [-1] * self.num_ranks
-        self.segments[self.rank].close()
+        """Let go of file descriptors, once; the mappings go with their last user. From any thread."""
+        with self._closing:
+            for fd in self.pidfds:
+                if fd >= 0:
+                    os.close(fd)
+            self.pidfds = [-1] * self.num_ranks
+            self.segments[self.rank].close()
 
 
 def _reserve(num_ranks: int) -> tuple[Segment, int]:
