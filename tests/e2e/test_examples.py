@@ -19,7 +19,7 @@ PYTHON = [sys.executable]
 LAUNCHERS_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 # Some seconds each on an idle machine.
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 
 def run(launcher: list[str], example: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -31,7 +31,7 @@ def run(launcher: list[str], example: str, *arguments: str, cwd: Path) -> subpro
         stdin=subprocess.DEVNULL,
         capture_output=True,
         encoding="utf-8",
-        timeout=200,
+        timeout=220,
     )
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
     return ended
