@@ -139,6 +139,14 @@ def main_into_fifo() -> None:
     main()
 
 
+def main_in_cgroup() -> None:
+    """The command line, with the control group that TEST_CGROUP names for its memory."""
+    (Path(os.environ["TEST_CGROUP"]) / "cgroup.procs").write_text(str(os.getpid()))
+    from samestep.cli import main
+
+    main()
+
+
 def torchrun() -> None:
     """torch's own launcher, to compare with."""
     from torch.distributed.run import main
@@ -151,6 +159,7 @@ __all__ = [
     "Launched",
     "is_gone",
     "launch",
+    "main_in_cgroup",
     "main_into_fifo",
     "run",
     "script",

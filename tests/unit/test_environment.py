@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.environment import Environment, expand_task_counts, first_host, read_environment
@@ -151,6 +151,7 @@ def test_slurm_contradictions(changes: dict[str, str | None], message: str) -> N
         read_environment(slurm(**changes))
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(job=st.integers(0, 2**31), step=st.integers(0, 10_000))
 def test_slurm_port_is_one_for_all_tasks_and_below_the_systems_own(job: int, step: int) -> None:
     ports = {
@@ -165,12 +166,14 @@ def test_slurm_port_is_one_for_all_tasks_and_below_the_systems_own(job: int, ste
     assert read_environment(following).master_port not in ports
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.tuples(st.integers(1, 128), st.integers(1, 9)), min_size=1, max_size=5))
 def test_task_counts_round_trip(runs: list[tuple[int, int]]) -> None:
     text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
     assert expand_task_counts(text) == [count for count, times in runs for _ in range(times)]
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     prefix=st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True),
     width=st.integers(1, 4),
@@ -200,6 +203,7 @@ def test_first_host(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.dictionaries(st.sampled_from([*TORCHRUN, *slurm()]), st.text(max_size=8)))
 def test_whatever_the_variables_hold_it_is_an_environment_or_a_launch_error(
     variables: dict[str, str],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.launch.failure import Failure, in_order, report, signal_name
@@ -45,12 +45,14 @@ def cut(stream: bytes, sizes: list[int]) -> list[Line | BarState]:
     return items
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(pieces, st.lists(st.integers(0, 40)))
 def test_where_the_stream_is_split_makes_no_difference(parts: list[bytes], sizes: list[int]) -> None:
     stream = b"".join(parts)
     assert cut(stream, sizes) == cut(stream, []) == cut(stream, [1] * len(stream))
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.binary(max_size=50).filter(lambda b: not {10, 13, 27} & set(b))))
 def test_lines_come_back_as_they_were(lines: list[bytes]) -> None:
     expected = [Line(line) for line in lines]
@@ -58,6 +60,7 @@ def test_lines_come_back_as_they_were(lines: list[bytes]) -> None:
     assert cut(b"".join(line + b"\r\n" for line in lines), []) == expected
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(states), st.binary(max_size=5).filter(lambda b: not {10, 13, 27} & set(b)))
 def test_messages_are_taken_out_of_the_line_they_stand_in(sent: list[BarState], text: bytes) -> None:
     stream = text.join([b"", *map(messages.encode, sent), b"\n"])
@@ -75,6 +78,7 @@ def test_carriage_returns() -> None:
     ]
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     st.binary()
     | st.builds(
@@ -96,6 +100,7 @@ def test_whatever_a_message_holds_it_is_a_state_or_nothing(payload: bytes) -> No
         assert shown.isprintable()
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(states)
 def test_a_long_message_still_fits_one_write(state: BarState) -> None:
     huge = BarState(
@@ -127,6 +132,7 @@ def test_report_of_a_death_for_memory() -> None:
     assert lines[1:] == ["rank 0: ended by the launcher", "restart 1 of 3"]
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.integers(0, 1000))
 def test_failures_pass_between_hosts(rank: int) -> None:
     sent = failure(rank, last_line="x: \u20ac\n\udc80")

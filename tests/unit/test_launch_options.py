@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.errors import LaunchError
@@ -14,6 +14,7 @@ from samestep.launch.options import RunOptions, parse_endpoint, parse_nnodes, re
 from samestep.launch.rank import Place, rank_variables
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.integers(1, 10**6), st.integers(0, 10**6))
 def test_nnodes(fewest: int, more: int) -> None:
     assert parse_nnodes(f"{fewest}:{fewest + more}") == (fewest, fewest + more)
@@ -79,6 +80,7 @@ def test_bad_options_are_one_clear_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(first=st.integers(0, 100), local=st.integers(1, 8), inherited=st.booleans())
 def test_rank_variables(first: int, local: int, inherited: bool) -> None:
     place = Place(first, local, first + local, 1, 2, "host", 1234, "id", 2, 3)

@@ -28,7 +28,6 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 from samestep.launch import processes
 from samestep.launch.failure import Failure, failures_of, in_order, lost_a_peer
 from samestep.launch.hosts import Hosts
-from samestep.launch.memory import OutOfMemoryCounter
 from samestep.launch.options import RunOptions
 from samestep.launch.output import Output
 from samestep.launch.rank import Place
@@ -157,7 +156,6 @@ class Agent(SimpleElasticAgent):
         self._output = output
         self._check = check
         self._on_failure = on_failure
-        self._memory = OutOfMemoryCounter()
         self._hosts: Hosts | None = None
         self._context: Ranks | None = None
 
@@ -238,7 +236,7 @@ class Agent(SimpleElasticAgent):
         assert self._context is not None
         assert self._hosts is not None
         self._output.drain(1.0)
-        own = failures_of(self._context.ranks, self._memory)
+        own = failures_of(self._context.ranks, self._local_ranks.memory)
         is_last = self._remaining_restarts == 0
         self.failures = in_order([*own, *self._hosts.exchange(own, is_last=is_last)])
         if self.failures:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from samestep.launch import processes
+from samestep.launch.memory import OutOfMemoryCounter
 from samestep.launch.output import Output
 from samestep.launch.rank import Place, Rank, start_rank
 
@@ -27,6 +28,7 @@ class LocalRanks:
     def __init__(self, command: Sequence[str], folder: Path, output: Output) -> None:
         self.running: list[Rank] = []
         self.stop_signal = int(signal.SIGTERM)
+        self.memory = OutOfMemoryCounter()  # counts from before the ranks of this attempt started
         self._command = command
         self.folder = folder
         self._output = output
@@ -46,6 +48,7 @@ class LocalRanks:
             assert [rank.rank for rank in self.running] == list(place.ranks)
             return self.running
         self.running = []
+        self.memory = OutOfMemoryCounter()
         self._asked_s = 0.0
         for local_rank in range(place.num_local_ranks):
             self.running.append(start_rank(place, local_rank, self._command, self.folder, self._output))
