@@ -36,6 +36,11 @@ _WORD = 8
 _STEP_BITS = 24
 _TEXT_BYTES = Layout.SLOT_BYTES - 2 * CACHE_LINE
 _MAX_VIEWS = 4096
+# A short copy keeps Python's lock: to give it away is to wait until another thread hands it back.
+_QUICK_BYTES = 64 * 1024
+_quick_memmove = ctypes.PyDLL(None).memmove
+_quick_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_quick_memmove.restype = None
 _FINISHED = Layout.FINISHED // _WORD
 # Words of a slot, from its start; the flag has a cache line of its own.
 _DIGEST, _NUM_ROUNDS, _NUM_BYTES, _PLACE, _TEXT = 8, 9, 10, 11, 16
@@ -101,8 +106,8 @@ class Exchange:
             in_flight.remove(sequence)
         if turns and turns[0] == sequence:
             turns.popleft()
-        # A plain store: who waits for it will also be woken by this rank's next collective, which it needs.
-        self._mine[_FINISHED] = min(in_flight) if in_flight else sequence + 1
+        # Who waits for this will also be woken by this rank's next collective, which it needs.
+        self._signals.store(_FINISHED, min(in_flight) if in_flight else sequence + 1)
 
     def pass_turn(self, sequence: int) -> None:
         """Collective number `sequence` needs no stages."""
@@ -296,7 +301,10 @@ class Exchange:
 
 def copy_bytes(target: int, source: int, num_bytes: int) -> None:
     """Copy between two addresses: for few bytes much faster than `Tensor.copy_`."""
-    ctypes.memmove(target, source, num_bytes)
+    if num_bytes <= _QUICK_BYTES:
+        _quick_memmove(target, source, num_bytes)
+    else:
+        ctypes.memmove(target, source, num_bytes)
 
 
 def pieces(numel: int, length: int) -> Iterator[tuple[int, int]]:

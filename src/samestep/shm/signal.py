@@ -13,7 +13,7 @@ Elsewhere (aarch64, ...) neither holds by itself. There the fence is membarrier(
 returns, every running thread of every registered process has passed a full memory barrier. Each rank
 registers itself, and calls it between the data and the flag, and between the flag and the look for sleepers.
 That is enough for readers, who call nothing: a flag that was read as set was read after that barrier, and so
-were the data.
+were the data. In the other direction it keeps what a rank has read before a flag from being read after it.
 """
 
 from __future__ import annotations
@@ -77,6 +77,12 @@ class Signals:
         for fd in region.pidfds:
             if fd >= 0:
                 self._deaths.register(fd, select.POLLIN)
+
+    def store(self, word: int, value: int) -> None:
+        """As `post`, but wakes nobody."""
+        if self._num_membarrier is not None:
+            self._membarrier(_GLOBAL_EXPEDITED)
+        self._mine[word] = value
 
     def post(self, word: int, value: int) -> None:
         """Peers that see word number `word` of this rank at `value` also see all that was written before."""
