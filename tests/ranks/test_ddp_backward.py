@@ -520,7 +520,24 @@ def test_a_wrapper_goes_with_its_last_reference() -> None:
         assert_same(grads, EXPECTED, 1e-12)
 
 
-def test_two_wrappers_and_a_wrapper_inside_of_a_wrapper() -> None:
+def test_a_module_that_is_wrapped_again_is_the_new_wrappers_alone() -> None:
+    def run(group: Any) -> Grads:
+        net = seeded(Net)
+        old = DistributedDataParallel(net, process_group=group)
+        run_step(old, group.rank())
+        net.zero_grad()
+        new = DistributedDataParallel(net, process_group=group)
+        outer = DistributedDataParallel(new, process_group=group)  # and a wrapper in a wrapper
+        grads = run_step(outer, group.rank())
+        counts = [w.statistics()["num_synchronised_backwards"] for w in (old, new, outer)]
+        assert counts == [1, 0, 1]
+        return {name.removeprefix("module."): g for name, g in grads.items()}
+
+    for grads in thread_ranks(run, 2):
+        assert_same(grads, EXPECTED, 1e-12)
+
+
+def test_two_wrappers_in_one_backward() -> None:
     def run(group: Any) -> tuple[Grads, Grads]:
         one = DistributedDataParallel(seeded(Net), process_group=group)
         two = DistributedDataParallel(seeded(Net), process_group=group)

@@ -445,10 +445,13 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
 
     def _announce_step(self) -> int:
+        early = None
         try:
             Join.notify_join_context(self)
         except RuntimeError as error:  # of throw_on_early_termination, on all ranks alike
-            raise GradientError(str(error)) from error
+            early = str(error)
+        if early is not None:
+            raise GradientError(early)  # here, so that it keeps no frames of torch's, nor the wrapper in them
         facts = announce(self, active=True, synchronise=self.require_backward_grad_sync)
         self._promised = self.require_backward_grad_sync
         self._set_join_divisor(facts.num_active)

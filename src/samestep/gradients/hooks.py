@@ -29,8 +29,8 @@ class GradBucket:
         self._buffer = bucket.gradients
 
     def index(self) -> int:
-        """The bucket's turn in the order of launch, from 0."""
-        return self._position
+        """The bucket's number in the plan, from 0: the same whenever it goes out."""
+        return self._bucket.index
 
     def buffer(self) -> Tensor:
         """This rank's gradients, flat, not divided by the number of ranks."""

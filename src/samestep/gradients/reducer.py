@@ -84,6 +84,7 @@ class Reducer:
         self.clock = Clock()
         self.on_synchronised: list[Callable[[], None]] = []  # called when the gradients are the same
         self.num_used: tuple[int, ...] = (0,) * len(parameters)  # ranks that used each, last time
+        self._closed = False
         self._items = 0
         self._syncing = False
         self._keep_graph = False
@@ -114,6 +115,8 @@ class Reducer:
             of_parameters=lambda: _alive(me)._refuse_grad_of_parameters(),
         )
         self._nodes = frozenset(slot.node for slot in self.slots)
+        for slot in self.slots:
+            _retire_former_reducer(slot.param)
         self._handles = [
             slot.param.register_post_accumulate_grad_hook(_hook_for(me, slot.index)) for slot in self.slots
         ]
@@ -123,6 +126,7 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._closed = True
 
     def __del__(self) -> None:
         # [Note: Who holds whom] Nothing that outlives a wrapper holds its reducer, and the reducer holds no
@@ -147,7 +151,7 @@ class Reducer:
 
     def watch_output(self, tensor: Tensor) -> None:
         """The backward through `tensor`, an output that requires a gradient, will be noticed."""
-        if tensor.grad_fn is not None:
+        if tensor.grad_fn is not None and not self._closed:
             reaches = reaches_any(tensor, self._nodes)
             tensor.register_hook(partial(_forward_to, weakref.ref(self._watch), reaches))
 
@@ -459,7 +463,17 @@ def _hook_for(reference: weakref.ref[Reducer], index: int) -> Callable[[Tensor],
         if reducer is not None:
             reducer._on_gradient(reducer.slots[index])
 
+    on_gradient.reducer = reference  # type: ignore[attr-defined]
     return on_gradient
+
+
+def _retire_former_reducer(parameter: torch.nn.Parameter) -> None:
+    """A module that is wrapped again is the new wrapper's alone, whoever still holds the old one."""
+    hooks: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    for hook in list(hooks.values()):
+        former = getattr(hook, "reducer", None)
+        if isinstance(former, weakref.ref) and isinstance(reducer := former(), Reducer):
+            reducer.close()
 
 
 def _forward_to(reference: weakref.ref[BackwardWatch], reaches_parameters: bool, gradient: Tensor) -> None:
