@@ -20,6 +20,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "device_of",
+    "empty_for_reduction",
     "exchange_json",
     "gather_bytes",
 ]
@@ -51,6 +52,20 @@ def all_reduce(
     options.reduceOp = op
     options.asyncOp = True
     return group.allreduce([tensor], options)
+
+
+def empty_for_reduction(
+    numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """A flat tensor, unset, that `group` reduces without copying it where it has such memory ("shm").
+
+    Memory: this rank's alone to write, and not while a collective on it is under way.
+    """
+    share = getattr(group, "empty_shared", None)
+    if share is None or device.type != "cpu" or not numel:
+        return torch.empty(numel, dtype=dtype, device=device)
+    shared: torch.Tensor = share(numel, dtype)
+    return shared
 
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:

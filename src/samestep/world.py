@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store
 
-from samestep import collectives
+from samestep import collectives, shm
 from samestep.environment import Environment, read_environment
 from samestep.errors import WorldError
 
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-_ABORT_PATIENCE_S = 2.0
+_ABORT_PATIENCE_S = 0.5
 
 # The device type that each backend's collectives work on. A composite such as "cpu:gloo,cuda:nccl" and any
 # backend not named here train on the accelerator when there is one.
@@ -65,8 +65,9 @@ def init_process_group(
     Ranks: all, once, before any collective.
 
     Args:
-        backend: `"nccl"`, `"gloo"` or another that torch knows. Default: NCCL where there is an NVIDIA
-            GPU (or the accelerator's own backend), else Gloo.
+        backend: `"nccl"`, `"gloo"`, our own `"shm"` (the CPU ranks of one host, through shared memory) or
+            another that torch knows. Default: NCCL where there is an NVIDIA GPU (or the accelerator's own
+            backend), else Gloo.
         init_method: a URL for rendezvous, as for torch. Default: the launcher's variables.
         timeout: how long a collective may wait for the other ranks. Default: 10 minutes.
         world_size: number of ranks; needed with `store`.
@@ -88,6 +89,8 @@ def init_process_group(
     environment = read_environment()
     _check_against_environment(environment, rank, world_size, explicit=store is not None)
     backend = backend or _default_backend()
+    if "shm" in backend:
+        shm.register()
     target = _device_for(backend, environment)
     if target.type != "cpu":
         torch.accelerator.set_device_index(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from samestep import DistributedDataParallel
 from samestep.testing import process_ranks, thread_ranks
 
 from .models import batch_for, loss_of, make
+from .test_shm import shm_ranks
 
 _STEPS = 20
 _SAMPLES = 12
@@ -42,9 +44,12 @@ def _relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
     return ((one - other).norm() / other.norm()).item()
 
 
+@pytest.mark.parametrize("ranks", [thread_ranks, shm_ranks])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", ["mlp", "conv", "transformer"])
-def test_equals_one_process_on_the_global_batch(name: str, world_size: int) -> None:
+def test_equals_one_process_on_the_global_batch(
+    name: str, world_size: int, ranks: Callable[..., list[Any]]
+) -> None:
     alone = _train(name, lambda m: m, 0, 1, torch.float64)
 
     def run(group: dist.ProcessGroup) -> tuple[list[Tensor], list[Tensor]]:
@@ -53,7 +58,7 @@ def test_equals_one_process_on_the_global_batch(name: str, world_size: int) -> N
 
         return _train(name, wrap, group.rank(), group.size(), torch.float64)
 
-    for gradients, weights in thread_ranks(run, world_size):
+    for gradients, weights in ranks(run, world_size):
         assert _relative_error(gradients, alone[0]) < 1e-6
         assert _relative_error(weights, alone[1]) < 1e-6
 

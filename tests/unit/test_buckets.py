@@ -56,6 +56,12 @@ def test_the_first_bucket_is_small_and_holds_the_last_layers() -> None:
     assert len(plan.buckets) == 2
 
 
+def test_a_parameter_as_large_as_a_bucket_travels_alone() -> None:
+    infos = [parameter("huge", 8 * _MIB), parameter("small", 10), parameter("head", 10)]
+    plan = plan_buckets(infos, cap_mb=25)
+    assert [plan.names(b) for b in range(2)] == [["head", "small"], ["huge"]]
+
+
 def test_a_list_of_caps_holds_its_last_for_the_rest() -> None:
     infos = [parameter(f"p{i}", _MIB // 4) for i in range(8)]  # 1 MiB each
     plan = plan_buckets(infos, caps_mb=[1, 2])
@@ -67,8 +73,9 @@ def test_a_plan_prints_its_buckets() -> None:
         plan_buckets([parameter("word", 8, sparse=True), parameter("a", _MIB // 4), parameter("b", 3)])
     )
     assert text.splitlines() == [
-        "1 buckets, launched in this order:",
-        "    0      1.000 MiB  float32   cpu       2 parameters  b ... a",
+        "2 buckets, launched in this order:",
+        "    0      0.000 MiB  float32   cpu       1 parameters  b",
+        "    1      1.000 MiB  float32   cpu       1 parameters  a",
         "    -  sparse: word",
     ]
 

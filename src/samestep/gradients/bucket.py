@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from samestep.collectives import empty_for_reduction
 from samestep.gradients.buckets import BucketPlan
 
 __all__ = ["Bucket", "Slot", "make_buckets"]
@@ -124,14 +126,19 @@ class Bucket:
                 torch._foreach_mul_(in_place, scale)
 
 
-def make_buckets(plan: BucketPlan, slots: Sequence[Slot], num_rides: int) -> list[Bucket]:
-    """The buckets of `plan` with their buffers, each slot with its view. `num_rides`: extra elements."""
+def make_buckets(
+    plan: BucketPlan, slots: Sequence[Slot], num_rides: int, group: dist.ProcessGroup
+) -> list[Bucket]:
+    """The buckets of `plan` with buffers for `group` to reduce, each slot with its view.
+
+    `num_rides`: elements behind the gradients of each bucket.
+    """
     buckets = []
     for index, members in enumerate(plan.buckets):
         ours = [slots[i] for i in members]
         first = ours[0].param
         numel = sum(slot.param.numel() for slot in ours)
-        buffer = torch.zeros(numel + num_rides, dtype=first.dtype, device=first.device)
+        buffer = empty_for_reduction(numel + num_rides, first.dtype, first.device, group).zero_()
         bucket = Bucket(index, ours, buffer, numel)
         offset = 0
         for slot in ours:

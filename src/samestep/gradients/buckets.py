@@ -102,7 +102,8 @@ def plan_buckets(
     """The plan for `parameters`, given in the order of their registration.
 
     Backward reaches parameters roughly in the reverse of that order, so buckets are filled in it; a
-    bucket holds one dtype on one device. A bucket is closed by the parameter that fills it to its cap.
+    bucket holds one dtype on one device. A bucket is closed by the parameter that fills it to its cap; one
+    that would fill a bucket by itself gets it for itself, so that small ones before it need not wait.
 
     Args:
         parameters: what is to be reduced.
@@ -123,15 +124,21 @@ def plan_buckets(
             sparse.append(index)
             continue
         kind = (parameter.dtype, parameter.device, parameter.place)
+        if open_bytes.get(kind) and parameter.bytes >= _cap(caps, len(closed)):
+            closed.append(tuple(open_buckets.pop(kind)))
+            del open_bytes[kind]
         open_buckets.setdefault(kind, []).append(index)
         open_bytes[kind] = open_bytes.get(kind, 0) + parameter.bytes
-        cap = caps[min(len(closed), len(caps) - 1)]
-        if open_bytes[kind] >= cap:
+        if open_bytes[kind] >= _cap(caps, len(closed)):
             closed.append(tuple(open_buckets.pop(kind)))
             del open_bytes[kind]
     # The rest, ordered by where each began: the order in which backward completes them is not known.
     closed += sorted((tuple(b) for b in open_buckets.values()), key=lambda b: -b[0])
     return BucketPlan(tuple(parameters), tuple(closed), tuple(sparse))
+
+
+def _cap(caps: Sequence[float], bucket: int) -> float:
+    return caps[min(bucket, len(caps) - 1)]
 
 
 def _caps_mb(cap_mb: float | None, caps_mb: Sequence[float] | None) -> list[float]:

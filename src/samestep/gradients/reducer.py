@@ -101,7 +101,7 @@ class Reducer:
         rides = num_rides(len(self.slots))
         me = weakref.ref(self)  # hooks live as long as parameters do: they must not keep the reducer
         self.queue = BucketQueue(
-            make_buckets(plan, self.slots, rides),
+            make_buckets(plan, self.slots, rides, group),
             rides,
             group,
             facts=lambda: _alive(me)._facts(),
