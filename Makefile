@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint fix types check build setup clean help
+.PHONY: demo test lint fix types check conformance bench soak build setup clean help
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -38,6 +38,18 @@ types: $(READY) ## type-check src/ in strict mode
 	@$(BIN)/mypy
 
 check: lint types test ## lint, types and tests: what CI runs
+
+conformance: $(READY) ## torch's own DDP tests on torch's class and ours; writes docs/conformance.md (5 min)
+	@$(BIN)/python -m tests.conformance.ddp_suite --write-docs
+
+bench: $(READY) ## time steps, collectives and the sampler; writes docs/benchmarks.md (10 min, idle machine)
+	@$(BIN)/samestep run --nproc 2 benchmarks/step.py --shm --page docs/benchmarks.md
+	@$(BIN)/python benchmarks/collectives.py --page docs/benchmarks.md
+	@$(BIN)/python benchmarks/collectives.py --ranks 4 --page docs/benchmarks.md
+	@$(BIN)/python benchmarks/sampler.py --page docs/benchmarks.md
+
+soak: $(READY) ## a million collectives over shm checked against Gloo, and 200 killed runs (hours)
+	@$(BIN)/python -W ignore benchmarks/soak.py
 
 build: $(READY) ## build the sdist and the wheel into dist/
 	@$(BIN)/python -m build

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from samestep.testing import _forkserver
+from samestep.testing import rank_context
 
 GONE_S = 5.0  # everything has to be gone this long after a failure or a signal
 PATIENCE_S = 45.0
@@ -69,7 +69,7 @@ def launch(
     folder: Path, *arguments: str, main: str = "samestep.cli:main", name: str = "launched", **variables: str
 ) -> Iterator[Launched]:
     """The command line with `arguments`, running in `folder`; killed at the end of the block."""
-    process = _forkserver().Process(target=_main, args=(str(folder), name, main, arguments, variables))
+    process = rank_context().Process(target=_main, args=(str(folder), name, main, arguments, variables))
     process.start()
     try:
         yield Launched(folder, process, name)

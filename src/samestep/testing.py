@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, Store
 
-__all__ = ["PRELOAD", "RankError", "make_thread_group", "process_ranks", "thread_ranks"]
+__all__ = ["PRELOAD", "RankError", "make_thread_group", "process_ranks", "rank_context", "thread_ranks"]
 
 R = TypeVar("R")
 _GROUP_TIMEOUT = timedelta(seconds=20)
@@ -103,7 +103,7 @@ def process_ranks(fn: Callable[..., R], world_size: int = 2, *args: Any, timeout
     Raises:
         RankError: a rank raised, died, or said nothing within `timeout`.
     """
-    context = _forkserver()
+    context = rank_context()
     with tempfile.TemporaryDirectory() as folder:
         processes: list[Any] = []
         readers: list[Any] = []
@@ -158,7 +158,8 @@ def _collect(processes: list[Any], readers: list[Any], timeout: float) -> list[A
     return results
 
 
-def _forkserver() -> ForkServerContext:
+def rank_context() -> ForkServerContext:
+    """The multiprocessing context of rank processes: they fork from a server that has torch loaded."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context

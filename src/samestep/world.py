@@ -326,6 +326,11 @@ def _device_for(backend: str, environment: Environment) -> torch.device:
     """The device of `environment.local_rank`; `backend` is a name or a list such as "cpu:gloo,cuda:nccl"."""
     names = {part.partition(":")[2] or part for part in backend.split(",")}
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if "nccl" in names and (accelerator is None or accelerator.type != "cuda"):
+        raise WorldError(
+            'backend="nccl" needs an NVIDIA GPU, and there is none here: drop the argument (samestep then '
+            'chooses what fits), or train on the CPU with backend="gloo"'
+        )
     if accelerator is None or names <= _CPU_BACKENDS:
         return torch.device("cpu")
     count = torch.accelerator.device_count()

@@ -16,7 +16,7 @@ import torch
 
 from samestep import checkpoint
 from samestep.errors import CheckpointError
-from samestep.testing import _forkserver, process_ranks
+from samestep.testing import process_ranks, rank_context
 
 STATE = {"weight": torch.arange(1000.0), "n": 1}
 
@@ -89,7 +89,7 @@ def _die_at_every_operation(root: str, step: int) -> None:
 
 @pytest.mark.parametrize("step", [1, 2], ids=["same-step", "next-step"])
 def test_a_writer_killed_at_any_operation_leaves_a_whole_checkpoint(tmp_path: Path, step: int) -> None:
-    process = _forkserver().Process(target=_die_at_every_operation, args=(str(tmp_path), step))
+    process = rank_context().Process(target=_die_at_every_operation, args=(str(tmp_path), step))
     process.start()
     process.join(50)
     assert process.exitcode == 0

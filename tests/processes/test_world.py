@@ -40,6 +40,9 @@ def _no_launcher() -> tuple[object, ...]:
     samestep.barrier()
     samestep.destroy_process_group()
     assert not samestep.is_initialized()
+    if not torch.cuda.is_available():
+        with pytest.raises(WorldError, match="needs an NVIDIA GPU, and there is none here"):
+            samestep.init_process_group("nccl")
     samestep.init_process_group("gloo")  # and again
     samestep.destroy_process_group()
     return found

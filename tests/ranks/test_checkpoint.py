@@ -198,3 +198,26 @@ def test_latest_is_rank_0s_answer(tmp_path: Path) -> None:
         return checkpoint.latest(tmp_path / str(group.rank()), process_group=group)
 
     assert thread_ranks(run, 2) == [tmp_path / "0" / "step-000000001"] * 2
+
+
+def test_a_resumed_run_cuts_its_sums_as_the_one_it_continues(tmp_path: Path) -> None:
+    def run(group: dist.ProcessGroup) -> tuple[bool, tuple[str, ...]]:
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        small = DistributedDataParallel(net, process_group=group, bucket_cap_mb=1e-4)
+        assert len(small.bucket_plan.buckets) > 1
+        checkpoint.save(tmp_path, {"model": small}, step=1, process_group=group)
+        again = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        large = DistributedDataParallel(again, process_group=group)
+        assert len(large.bucket_plan.buckets) == 1
+        checkpoint.load(tmp_path, {"model": large}, process_group=group)
+        followed = large.bucket_plan == small.bucket_plan
+        again[0].requires_grad_(False)
+        frozen = DistributedDataParallel(again, process_group=group)
+        loaded = checkpoint.load(tmp_path, {"model": frozen}, process_group=group)
+        return followed, loaded.notes
+
+    with pytest.warns(RuntimeWarning, match="its buckets are made anew"):
+        results = thread_ranks(run, 2)
+    for followed, notes in results:
+        assert followed
+        assert notes == ("'model' trains other parameters than when it was saved: its buckets are made anew",)

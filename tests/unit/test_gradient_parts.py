@@ -72,6 +72,7 @@ def test_tensors_are_found_wherever_they_are() -> None:
     value = [None, Point(one, {"k": (two, "text", 3)}), Record(ModelOutput(last=three), Plain([one]))]
     assert [id(t) for t in tensors_in(value)] == [id(t) for t in (one, two, three, one)]
     assert list(tensors_in(3)) == []
+    assert [id(t) for t in tensors_in(Plain([Plain(one), {"k": two}]))] == [id(two)]
     assert [id(t) for t in tensors_in(one)] == [id(one)]
 
 

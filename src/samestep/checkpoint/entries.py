@@ -12,7 +12,16 @@ from torch import nn
 from samestep.errors import CheckpointError
 from samestep.gradients import DistributedDataParallel
 
-__all__ = ["apply", "capture", "check_fit", "is_loadable", "order_of_applying", "unwrap"]
+__all__ = [
+    "apply",
+    "buckets_of",
+    "capture",
+    "check_fit",
+    "follow_buckets",
+    "is_loadable",
+    "order_of_applying",
+    "unwrap",
+]
 
 _WRAPPERS = (DistributedDataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)
 _PREFIX = "module."
@@ -28,6 +37,30 @@ def unwrap(target: Any) -> Any:
             target = target._orig_mod
         else:
             return target
+
+
+def buckets_of(target: Any) -> list[list[str]] | None:
+    """The names in each bucket of a wrapped model's gradients: how its sums over the ranks are cut."""
+    if not isinstance(target, DistributedDataParallel):
+        return None
+    plan = target.bucket_plan
+    return [plan.names(bucket) for bucket in range(len(plan.buckets))]
+
+
+def follow_buckets(name: str, target: Any, saved: Any) -> list[str]:
+    """A wrapped `target` sums its gradients in the `saved` buckets from now on; else a note that says why."""
+    if saved is None or not isinstance(target, DistributedDataParallel):
+        return []
+    is_listing = isinstance(saved, list) and all(
+        isinstance(bucket, list) and bucket and all(isinstance(item, str) for item in bucket)
+        for bucket in saved
+    )
+    plan = target.bucket_plan.regrouped(saved) if is_listing else None
+    if plan is None:
+        return [f"{name!r} trains other parameters than when it was saved: its buckets are made anew"]
+    if plan != target.bucket_plan:
+        target.use_bucket_plan(plan)
+    return []
 
 
 def capture(target: Any) -> Any:

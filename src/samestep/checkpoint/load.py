@@ -98,7 +98,12 @@ def load(
         loadable = [name for name in saved if entries.is_loadable(state[name])]
         for name in sorted(loadable, key=lambda name: entries.order_of_applying(state[name])):
             entries.apply(name, state[name], saved[name], strict=strict)
-        return _restore_random(reader, rank, world_size) if random_states else []
+        notes = [
+            note
+            for name in loadable
+            for note in entries.follow_buckets(name, state[name], reader.entries[name].get("buckets"))
+        ]
+        return notes + (_restore_random(reader, rank, world_size) if random_states else [])
 
     agreed(read, group)
     notes = agreed(put, group)[rank]

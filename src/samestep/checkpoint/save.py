@@ -23,7 +23,7 @@ import torch.distributed as dist
 from samestep.checkpoint import random_states as streams
 from samestep.checkpoint.agreement import agreed, group_or_world
 from samestep.checkpoint.encoding import encode
-from samestep.checkpoint.entries import capture
+from samestep.checkpoint.entries import buckets_of, capture
 from samestep.checkpoint.files import Files
 from samestep.checkpoint.layout import (
     MANIFEST,
@@ -98,7 +98,8 @@ def save(
         captured = {name: capture(value) for name, value in state.items()}
         if is_writer:
             world_size = 1 if group is None else group.size()
-            contents.update(_contents(captured, step, world_size, RANDOM if random_states else None))
+            buckets = {name: buckets_of(value) for name, value in state.items()}
+            contents.update(_contents(captured, buckets, step, world_size, random_states=random_states))
         return {
             "step": step,
             "names": sorted(state),
@@ -138,7 +139,12 @@ def _check_equal(ranks: list[dict[str, Any]]) -> None:
 
 
 def _contents(
-    captured: Mapping[str, object], step: int, world_size: int, random: str | None
+    captured: Mapping[str, object],
+    buckets: Mapping[str, list[list[str]] | None],
+    step: int,
+    world_size: int,
+    *,
+    random_states: bool,
 ) -> dict[str, Iterable[memoryview]]:
     """The bytes of each file but the manifest, made when they are asked for."""
     contents: dict[str, Iterable[memoryview]] = {}
@@ -146,6 +152,8 @@ def _contents(
     for name, value in captured.items():
         tree, tensors = encode(value, name)
         entries[name] = {"value": tree, "tensors": tensors_file(name) if tensors else None}
+        if buckets[name] is not None:
+            entries[name]["buckets"] = buckets[name]
         if tensors:
             contents[tensors_file(name)] = chunks_of(tensors)
     written_by = {"torch": str(torch.__version__), "num_threads": torch.get_num_threads()}
@@ -153,7 +161,7 @@ def _contents(
         "step": step,
         "world_size": world_size,
         "written_by": written_by,
-        "random": random,
+        "random": RANDOM if random_states else None,
         "entries": entries,
     }
     try:

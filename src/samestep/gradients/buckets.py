@@ -7,7 +7,7 @@ happened to do, so a resumed run cuts its sums as the run it continues did.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -62,6 +62,20 @@ class BucketPlan:
     def names(self, bucket: int) -> list[str]:
         """The names of the parameters in one bucket, in the order in which they lie in it."""
         return [self.parameters[i].name for i in self.buckets[bucket]]
+
+    def regrouped(self, names: Sequence[Sequence[str]]) -> BucketPlan | None:
+        """The same parameters in buckets of these `names`, in order; None if those are not this plan's."""
+        index_of = {parameter.name: i for i, parameter in enumerate(self.parameters)}
+        if sorted(name for bucket in names for name in bucket) != sorted(
+            self.parameters[i].name for bucket in self.buckets for i in bucket
+        ):
+            return None
+        buckets = tuple(tuple(index_of[name] for name in bucket) for bucket in names)
+        for bucket in buckets:
+            members = [self.parameters[i] for i in bucket]
+            if len({(p.dtype, p.device, p.place) for p in members}) != 1:
+                return None
+        return replace(self, buckets=buckets)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as data that JSON can hold; `from_json` gives it back."""

@@ -13,7 +13,7 @@ _POLL_S = 0.02
 
 
 def what_ranks_were_doing(group: dist.ProcessGroup, key: str, mine: str) -> list[str]:
-    """One line per rank: `mine` here, and what the others say within two seconds.
+    """A phrase per rank: `mine` here, and what the others say within two seconds.
 
     Ranks: any for which the collective `key` failed; whoever does not fail says nothing, and is said to be
     somewhere else.
@@ -33,4 +33,4 @@ def what_ranks_were_doing(group: dist.ProcessGroup, key: str, mine: str) -> list
     except RuntimeError:
         pass  # the store went with the rank that kept it
     silent = "has ended, or is not in a synchronised backward of this model"
-    return [f"  rank {r}: {lines.get(r, silent)}" for r in range(size)]
+    return [f"rank {r}: {lines.get(r, silent)}" for r in range(size)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -14,37 +14,41 @@ __all__ = ["map_tensors", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in `value`, in a fixed order, looking into nested containers; each object once."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    yield from _tensors_in(value, set())
+    """Every tensor in `value`, in a fixed order, looking into nested containers.
+
+    Of an object of any other class its attributes are looked at too, but not objects inside of those: an
+    output that refers to a data set or a trainer must not be searched to its end in every step.
+    """
+    yield from _tensors_in(value, set(), inside_object=False)
 
 
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def _tensors_in(value: Any, seen: set[int], *, inside_object: bool) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
         return
     if value is None or isinstance(value, (str, bytes, int, float, bool)) or id(value) in seen:
         return
+    children = _children(value)
+    if children is None:
+        if inside_object or not hasattr(value, "__dict__") or isinstance(value, (type, torch.nn.Module)):
+            return
+        children, inside_object = vars(value).values(), True
     seen.add(id(value))
-    for child in _children(value):
-        yield from _tensors_in(child, seen)
+    for child in children:
+        yield from _tensors_in(child, seen, inside_object=inside_object)
 
 
-def _children(value: Any) -> Iterator[Any]:
+def _children(value: Any) -> Iterable[Any] | None:
+    """What a container holds; None if `value` is no container."""
     if isinstance(value, PackedSequence):  # a tuple, of which only the data is
-        yield value.data
-    elif isinstance(value, Mapping):
-        yield from value.values()
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        yield from value
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield getattr(value, field.name, None)
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
-        # A plain object, such as a Hugging Face output that is not a mapping or an RRef's local value.
-        yield from vars(value).values()
+        return (value.data,)
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (tuple, list)):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in fields(value)]
+    return None
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -183,9 +183,10 @@ class BucketQueue:
         if bucket is not None:
             what = f"{bucket.describe()}, {self.order.index(bucket.index) + 1} of {len(self.order)}"
         where = f"{self._where()}, {what}"
-        lines = what_ranks_were_doing(self._group, self._where(), f"waits in {where}")
-        head = f"rank {self._group.rank()} of {self._group.size()}: {where}, was not reduced: {reason}"
-        return "\n".join([head, *lines])
+        doing = "; ".join(what_ranks_were_doing(self._group, self._where(), f"waits in {where}"))
+        return (
+            f"rank {self._group.rank()} of {self._group.size()}: {where}, was not reduced: {reason} [{doing}]"
+        )
 
     def _choose_carrier(self) -> None:
         last = self.buckets[self.order[-1]] if self.buckets else None

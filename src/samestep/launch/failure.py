@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from samestep.launch.rank import LastWord, Rank
 
 # A rank that loses its connection fails because another one has gone: it is never the cause if there is
-# another failure. What Gloo, NCCL, UCC, MPI and the store say:
+# another failure. What Gloo, NCCL, UCC, MPI, the store, "shm", the reducer and join() say:
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset)( by( remote)? peer)?|broken pipe|connection refused|"
     r"socket (closed|timeout)|remote (peer|process) (exited|has)|ncclRemoteError|peer (closed|reset)|"
-    r"failed to recv|recvValue failed|heartbeat",
+    r"failed to recv|recvValue failed|heartbeat|"
+    r"\(process \d+\) has (died|destroyed the group)|group can no longer be used|"
+    r"gave up in the middle of this backward|raised inside of join\(\)",
     re.IGNORECASE,
 )
 _MAX_LINE = 200
