@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from samestep.errors import GradientError
 from samestep.gradients.arguments import (
@@ -27,7 +26,7 @@ from samestep.gradients.buffer_sync import BufferSync
 from samestep.gradients.compiling import CutAtBuckets, trace_callees_only, untraced
 from samestep.gradients.hooks import CommunicationHook, check_hook
 from samestep.gradients.in_backward import step_in_backward, take_over
-from samestep.gradients.join import JoinBlock, ReplicaJoinHook, announce
+from samestep.gradients.join import UnevenInputs
 from samestep.gradients.meeting import meet, serial_number
 from samestep.gradients.mixed import MixedPrecision
 from samestep.gradients.outputs import map_tensors, tensors_in
@@ -42,7 +41,7 @@ _current_task = torch._C._current_graph_task_id
 _MIB = 1024 * 1024
 
 
-class DistributedDataParallel(TorchNames, nn.Module, Joinable):
+class DistributedDataParallel(TorchNames, nn.Module, UnevenInputs):
     """A module whose gradients, after each backward, are the average over all ranks.
 
     Takes the place of `torch.nn.parallel.DistributedDataParallel`; every argument of torch's class is
@@ -96,7 +95,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     _reducer: Reducer
     _buffer_sync: BufferSync
     _tuner: CapTuner | None
-    _join_divides_by_initial: bool
 
     def __init__(
         self,
@@ -124,7 +122,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         reduction: str = "mean",
     ) -> None:
         nn.Module.__init__(self)
-        Joinable.__init__(self)
+        UnevenInputs.__init__(self)
         if reduction not in REDUCTIONS:
             raise GradientError(f"reduction={reduction!r}: it must be one of {', '.join(REDUCTIONS)}")
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
@@ -149,8 +147,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.bucket_cap_mb = bucket_cap_mb
         self.bucket_cap_mb_list = list(bucket_cap_mb_list) if bucket_cap_mb_list is not None else None
         self.mixed_precision = mixed_precision
-        self._join_divides_by_initial = True
-        self._promised = False  # inside of join(): the others wait for this rank's next backward
         self._hook: tuple[Any, CommunicationHook] | None = None
         each_step, at_start = buffer_knobs(broadcast_buffers, forward_sync_buffers)
         self._bind(each_step=each_step, verify=init_sync)
@@ -240,46 +236,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             check_hook(hook)
         self._hook = (state, hook)
         self._reducer.set_hook(state, hook)
-
-    # Uneven inputs
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> JoinBlock:
-        """A block inside of which ranks may run different numbers of batches.
-
-        Ranks: all enter and leave it. One that raises inside ends the block on all.
-
-        Args:
-            divide_by_initial_world_size: gradients are divided by the number of all ranks, else by the
-                number of those that still have data.
-            enable: False makes the block do nothing.
-            throw_on_early_termination: raise on all ranks when the first one runs out of data.
-        """
-        return JoinBlock(
-            self,
-            enable=enable,
-            throw_on_early_termination=throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What torch's `Join` runs on ranks without data."""
-        divide = kwargs.get("divide_by_initial_world_size", True)
-        return ReplicaJoinHook(self, divide_by_initial_world_size=divide)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of this rank."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The ranks that join."""
-        return self.process_group
 
     # Looking in
 
@@ -443,26 +399,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         assert self.device_ids
         device = self.device_ids[0]
         return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
-
-    def _announce_step(self) -> int:
-        early = None
-        try:
-            Join.notify_join_context(self)
-        except RuntimeError as error:  # of throw_on_early_termination, on all ranks alike
-            early = str(error)
-        if early is not None:
-            raise GradientError(early)  # here, so that it keeps no frames of torch's, nor the wrapper in them
-        facts = announce(self, active=True, synchronise=self.require_backward_grad_sync)
-        self._promised = self.require_backward_grad_sync
-        self._set_join_divisor(facts.num_active)
-        return facts.first_active
-
-    def _set_join_divisor(self, num_active: int) -> None:
-        size = self.process_group.size()
-        self._reducer.divisor = size if self._join_divides_by_initial else num_active
-
-    def _leave_join(self) -> None:
-        self._reducer.divisor = self.process_group.size()
 
     # Copies: everything but what hangs on the process group
 

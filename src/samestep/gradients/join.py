@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from samestep import collectives
 from samestep.errors import GradientError
@@ -20,7 +21,7 @@ from samestep.errors import GradientError
 if TYPE_CHECKING:
     from samestep.gradients.ddp import DistributedDataParallel
 
-__all__ = ["Announcement", "JoinBlock", "ReplicaJoinHook", "announce"]
+__all__ = ["Announcement", "JoinBlock", "ReplicaJoinHook", "UnevenInputs", "announce"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class ReplicaJoinHook(JoinHook):
         model = self._model
         group = model.process_group
         last = torch.tensor([group.rank() if is_last_joiner else -1], device=collectives.device_of(group))
-        collectives.all_reduce(last, group, op=torch.distributed.ReduceOp.MAX).wait()
+        collectives.all_reduce(last, group, op=dist.ReduceOp.MAX).wait()
         model._authoritative_rank = int(last.item())  # torch's name
         model._sync_states(src=model._authoritative_rank, buffers=model.forward_sync_buffers)
         model._leave_join()
@@ -132,3 +133,70 @@ def _tell_the_others(model: DistributedDataParallel, error: BaseException) -> No
         return
     Join.notify_join_context(model)
     announce(model, active=False, raised=True)
+
+
+class UnevenInputs(Joinable):
+    """A mix-in of `DistributedDataParallel`: its part in a join block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._join_divides_by_initial = True
+        self._promised = False  # inside of join(): the others wait for this rank's next backward
+
+    def join(  # type: ignore[misc]
+        self: DistributedDataParallel,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> JoinBlock:
+        """A block inside of which ranks may run different numbers of batches.
+
+        Ranks: all enter and leave it. One that raises inside ends the block on all.
+
+        Args:
+            divide_by_initial_world_size: gradients are divided by the number of all ranks, else by the
+                number of those that still have data.
+            enable: False makes the block do nothing.
+            throw_on_early_termination: raise on all ranks when the first one runs out of data.
+        """
+        return JoinBlock(
+            self,
+            enable=enable,
+            throw_on_early_termination=throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self: DistributedDataParallel, **kwargs: Any) -> JoinHook:  # type: ignore[misc]
+        """What torch's `Join` runs on ranks without data."""
+        divide = kwargs.get("divide_by_initial_world_size", True)
+        return ReplicaJoinHook(self, divide_by_initial_world_size=divide)
+
+    @property
+    def join_device(self: DistributedDataParallel) -> torch.device:  # type: ignore[misc]
+        """The device of this rank."""
+        return self.device
+
+    @property
+    def join_process_group(self: DistributedDataParallel) -> dist.ProcessGroup:  # type: ignore[misc]
+        """The ranks that join."""
+        return self.process_group
+
+    def _announce_step(self: DistributedDataParallel) -> int:  # type: ignore[misc]
+        early = None
+        try:
+            Join.notify_join_context(self)
+        except RuntimeError as error:  # of throw_on_early_termination, on all ranks alike
+            early = str(error)
+        if early is not None:
+            raise GradientError(early)  # here, so that it keeps no frames of torch's, nor the wrapper in them
+        facts = announce(self, active=True, synchronise=self.require_backward_grad_sync)
+        self._promised = self.require_backward_grad_sync
+        self._set_join_divisor(facts.num_active)
+        return facts.first_active
+
+    def _set_join_divisor(self: DistributedDataParallel, num_active: int) -> None:  # type: ignore[misc]
+        size = self.process_group.size()
+        self._reducer.divisor = size if self._join_divides_by_initial else num_active
+
+    def _leave_join(self: DistributedDataParallel) -> None:  # type: ignore[misc]
+        self._reducer.divisor = self.process_group.size()

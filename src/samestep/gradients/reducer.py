@@ -28,6 +28,7 @@ from torch import Tensor
 
 from samestep import collectives
 from samestep.errors import GradientError
+from samestep.gradients import refusals
 from samestep.gradients.backward import BackwardWatch, reaches_any
 from samestep.gradients.bucket import Bucket, Slot, make_buckets
 from samestep.gradients.buckets import BucketPlan
@@ -36,7 +37,7 @@ from samestep.gradients.higher_order import average_with_graph
 from samestep.gradients.hooks import CommunicationHook
 from samestep.gradients.meeting import serial_number
 from samestep.gradients.queue import BucketQueue
-from samestep.gradients.rides import MOST_ITEMS, Rides, num_rides, read_rides, write_rides
+from samestep.gradients.rides import Rides, num_rides, read_rides, write_rides
 from samestep.gradients.sparse import reduce_sparse
 
 __all__ = ["REDUCTIONS", "Reducer"]
@@ -112,7 +113,7 @@ class Reducer:
             [slot.node for slot in self.slots],
             begin=lambda: _alive(me)._begin(),
             end=lambda: _alive(me)._finish(),
-            of_parameters=lambda: _alive(me)._refuse_grad_of_parameters(),
+            of_parameters=lambda: refusals.check_grad_of_parameters(_alive(me).synchronise),
         )
         self._nodes = frozenset(slot.node for slot in self.slots)
         for slot in self.slots:
@@ -169,13 +170,7 @@ class Reducer:
 
     def count_items(self, items: int) -> None:
         """The micro-batch at hand counted `items` items: its weight in the average."""
-        if self.reduction != "weighted":
-            raise GradientError(
-                f'items were counted, but reduction is "{self.reduction}": wrap the model with '
-                'reduction="weighted"'
-            )
-        if items < 0 or self._items + items > MOST_ITEMS:
-            raise GradientError(f"a count of {items} items: it must be from 0 to 2**48 - 1 in all")
+        refusals.check_items(self.reduction, items, self._items)
         self._items += items
 
     def set_hook(self, state: Any, hook: CommunicationHook) -> None:
@@ -228,7 +223,7 @@ class Reducer:
         self.queue.reset()
         self._num_filled = 0
         if self.reduction != "mean" and not force:
-            self._check_fresh()
+            refusals.check_fresh(self.slots, self.reduction)
         if self.release_unused and not force and self._usual_firings is not None:
             self._release_unused()
 
@@ -253,7 +248,7 @@ class Reducer:
             # each of them. How often is known only at the end, unless it was promised to be constant.
             bucket.held = bucket.held or not self.static_graph
         if bucket.launched:
-            self._refuse_late(slot)
+            raise refusals.late(slot, self.group.rank())
         if slot.firings == slot.expected and not slot.released:
             self._one_more_complete(bucket)
 
@@ -293,10 +288,7 @@ class Reducer:
         self._reduce_sparse(contribute=True)
         if rides.abandoned:
             self._drop_gradients()
-            raise GradientError(
-                f"rank {self.group.rank()}: {rides.abandoned} other rank(s) gave up in the middle of this "
-                "backward (their own error says why): its gradients were dropped"
-            )
+            raise refusals.abandoned(rides.abandoned, self.group.rank())
         self.num_used = rides.used
         factor = self._scale_after(rides)
         if factor != 1.0:
@@ -333,7 +325,9 @@ class Reducer:
         elif firings != self._usual_firings:
             self.is_static = False
             if self.static_graph:
-                self._refuse_change(firings)
+                error = refusals.graph_changed(self.slots, self._usual_firings, firings)
+                self.error = str(error)
+                raise error
 
     def _settle(self) -> bool:
         syncing, self._syncing = self._syncing, False
@@ -365,10 +359,7 @@ class Reducer:
         if self.reduction == "sum":
             return undone
         if rides.items == 0:
-            raise GradientError(
-                'reduction="weighted", but no rank counted any items in this step: call '
-                "model.weigh(loss, items) or model.count_items(items) for each micro-batch"
-            )
+            raise refusals.nothing_counted()
         return undone / rides.items
 
     def _facts(self) -> tuple[list[bool], int]:
@@ -408,47 +399,6 @@ class Reducer:
             "backward_s": self.clock.sum_backward_ns / 1e9,
             "wait_s": self.clock.sum_wait_ns / 1e9,
         }
-
-    # Refusals
-
-    def _check_fresh(self) -> None:
-        """A sum over ranks must not take in a gradient that is the same on all of them already."""
-        for slot in self.slots:
-            if slot.used or slot.param.grad is None or slot.param.grad is not slot.view:
-                continue
-            if slot.param.grad.any():
-                raise GradientError(
-                    f"{slot.name} still has the gradient of the last synchronised backward, which "
-                    f'reduction="{self.reduction}" would count once per rank: call optimizer.zero_grad()'
-                )
-
-    def _refuse_late(self, slot: Slot) -> None:
-        raise GradientError(
-            f"rank {self.group.rank()}: the gradient of {slot.name} grew after it had been reduced: a "
-            "re-entrant checkpoint used it again, which no backward before this one did. Use "
-            "checkpoint(..., use_reentrant=False)"
-        )
-
-    def _refuse_change(self, firings: list[int]) -> None:
-        assert self._usual_firings is not None
-        changed = [
-            f"{slot.name} ({before} -> {now} times)"
-            for slot, before, now in zip(self.slots, self._usual_firings, firings, strict=True)
-            if before != now
-        ]
-        self.error = (
-            "Your training graph has changed in this iteration, which static_graph=True promised it would "
-            f"not: gradients fired differently for {', '.join(changed[:5])}"
-            f"{' ...' if len(changed) > 5 else ''}. Drop static_graph"
-        )
-        raise GradientError(self.error)
-
-    def _refuse_grad_of_parameters(self) -> None:
-        if self.synchronise and not torch.is_grad_enabled():
-            raise GradientError(
-                "torch.autograd.grad of parameters gives the gradient of this rank's data alone: call "
-                "loss.backward() for the average, or do it under no_sync() if that is what you mean"
-            )
 
 
 def _alive(reference: weakref.ref[Reducer]) -> Reducer:

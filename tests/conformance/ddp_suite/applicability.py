@@ -24,7 +24,6 @@ PRIVATE = {
     "test_ddp_logging_data_cpu": _LOGGING,
     "test_ddp_profiling_autograd_profiler": _EVENTS,
     "test_ddp_profiling_torch_profiler": _EVENTS,
-    "test_detect_ddp_is_actually_static": _REDUCER,
     "test_different_graph_across_ranks": "looks at whether buckets were re-planned; samestep's never are",
 }
 

@@ -1,0 +1,93 @@
+"""What the reducer refuses to do, and how it says so: the errors, and the checks before them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from samestep.errors import GradientError
+from samestep.gradients.bucket import Slot
+from samestep.gradients.rides import MOST_ITEMS
+
+__all__ = [
+    "abandoned",
+    "check_fresh",
+    "check_grad_of_parameters",
+    "check_items",
+    "graph_changed",
+    "late",
+    "nothing_counted",
+]
+
+_MOST_NAMES = 5
+
+
+def check_fresh(slots: Sequence[Slot], reduction: str) -> None:
+    """Return if no sum over ranks would take in a gradient that is the same on all of them already."""
+    for slot in slots:
+        gradient = slot.param.grad
+        if slot.used or gradient is None or gradient is not slot.view:
+            continue
+        if gradient.any():
+            raise GradientError(
+                f"{slot.name} still has the gradient of the last synchronised backward, which "
+                f'reduction="{reduction}" would count once per rank: call optimizer.zero_grad()'
+            )
+
+
+def check_items(reduction: str, items: int, counted: int) -> None:
+    """Return if `items` more than the `counted` ones can be counted."""
+    if reduction != "weighted":
+        raise GradientError(
+            f'items were counted, but reduction is "{reduction}": wrap the model with reduction="weighted"'
+        )
+    if items < 0 or counted + items > MOST_ITEMS:
+        raise GradientError(f"a count of {items} items: it must be from 0 to 2**48 - 1 in all")
+
+
+def check_grad_of_parameters(synchronise: bool) -> None:
+    """Return if `torch.autograd.grad` by parameters is meant to be this rank's alone."""
+    if synchronise and not torch.is_grad_enabled():
+        raise GradientError(
+            "torch.autograd.grad of parameters gives the gradient of this rank's data alone: call "
+            "loss.backward() for the average, or do it under no_sync() if that is what you mean"
+        )
+
+
+def nothing_counted() -> GradientError:
+    """A weighted mean over nothing."""
+    return GradientError(
+        'reduction="weighted", but no rank counted any items in this step: call '
+        "model.weigh(loss, items) or model.count_items(items) for each micro-batch"
+    )
+
+
+def abandoned(num_ranks: int, rank: int) -> GradientError:
+    """Other ranks raised in the middle of this backward and have gone on."""
+    return GradientError(
+        f"rank {rank}: {num_ranks} other rank(s) gave up in the middle of this backward (their own error "
+        "says why): its gradients were dropped"
+    )
+
+
+def late(slot: Slot, rank: int) -> GradientError:
+    """A gradient came after its bucket had gone out: see [Note: Firing more than once] in reducer.py."""
+    return GradientError(
+        f"rank {rank}: the gradient of {slot.name} grew after it had been reduced: a re-entrant checkpoint "
+        "used it again, which no backward before this one did. Use checkpoint(..., use_reentrant=False)"
+    )
+
+
+def graph_changed(slots: Sequence[Slot], before: Sequence[int], now: Sequence[int]) -> GradientError:
+    """`static_graph=True` was a promise, and it was broken."""
+    changed = [
+        f"{slot.name} ({was} -> {is_now} times)"
+        for slot, was, is_now in zip(slots, before, now, strict=True)
+        if was != is_now
+    ]
+    more = " ..." if len(changed) > _MOST_NAMES else ""
+    return GradientError(
+        "Your training graph has changed in this iteration, which static_graph=True promised it would not: "
+        f"gradients fired differently for {', '.join(changed[:_MOST_NAMES])}{more}. Drop static_graph"
+    )
