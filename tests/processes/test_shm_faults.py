@@ -59,6 +59,50 @@ def test_a_killed_rank_is_named_within_a_second(size):
     assert message.count("---\n") == 1, message  # what the survivors saw was right
 
 
+def killed_before_its_memory_is_mapped():
+    group = shm_group()
+    rank, processes = dist.get_rank(), pids()
+    tensor = group.empty_shared(200_000, torch.float32).fill_(1)
+    dist.barrier(group)
+    if rank == 1:
+        dist.all_reduce(tensor, group=group, async_op=True)  # says where its tensor lies
+        os.kill(os.getpid(), signal.SIGKILL)
+    while Path(f"/proc/{processes[1]}/fd").exists() and list(Path(f"/proc/{processes[1]}/fd").iterdir()):
+        time.sleep(0.01)
+    started = time.monotonic()
+    with pytest.raises(CollectiveError, match=rf"rank 1 \(process {processes[1]}\) has died"):
+        dist.all_reduce(tensor, group=group)
+    assert time.monotonic() - started < 2.0
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_killed_before_its_memory_is_mapped_is_named(size):
+    with pytest.raises(RankError) as caught:
+        process_ranks(killed_before_its_memory_is_mapped, size)
+    assert str(caught.value).count("---\n") == 1, str(caught.value)
+
+
+def no_files_left():
+    group = shm_group()
+    rank, processes = dist.get_rank(), pids()
+    tensor = group.empty_shared(200_000, torch.float32).fill_(1)
+    dist.barrier(group)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    with pytest.raises(CollectiveError) as caught:
+        dist.all_reduce(tensor, group=group)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    message = str(caught.value)
+    assert f"rank 0 (process {processes[0]}) cannot map a tensor of rank 1" in message
+    assert "Too many open files" in message
+
+
+def test_a_rank_that_may_open_no_more_files_says_so_to_all():
+    process_ranks(no_files_left, 2)
+
+
 def killed_in_recv():
     group = shm_group()
     rank, processes = dist.get_rank(), pids()

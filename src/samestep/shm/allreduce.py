@@ -122,7 +122,7 @@ class AllReduce:
         places, num_private = exchange.places(sequence)
         if num_private == 0:
             exchange.pass_turn(sequence)
-            self._in_place(exchange.shared(sequence, places, flat))
+            self._in_place((yield from exchange.shared(sequence, places, flat)))
             exchange.post(sequence, 2)
             yield from exchange.wait(sequence, 2)
         else:

@@ -16,9 +16,11 @@ the order of their sequence numbers; those whose tensors lie in shared memory ne
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,7 +28,7 @@ import torch
 
 from samestep.errors import CollectiveError
 from samestep.shm.heap import NOT_SHARED, Heap, Place
-from samestep.shm.operation import Progress
+from samestep.shm.operation import Blocked, Progress
 from samestep.shm.region import CACHE_LINE, Layout, Region
 from samestep.shm.signal import Signals
 
@@ -42,6 +44,8 @@ _quick_memmove = ctypes.PyDLL(None).memmove
 _quick_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _quick_memmove.restype = None
 _FINISHED = Layout.FINISHED // _WORD
+_DYING_S = 2.0  # how long a peer may take from losing its files to being dead
+_OUR_OWN_LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # Words of a slot, from its start; the flag has a cache line of its own.
 _DIGEST, _NUM_ROUNDS, _NUM_BYTES, _PLACE, _TEXT = 8, 9, 10, 11, 16
 
@@ -260,12 +264,32 @@ class Exchange:
             view = self._views[key] = self._region.segments[rank].tensor(dtype, start, numel)
         return view
 
-    def shared(self, sequence: int, places: list[Place], tensor: torch.Tensor) -> list[torch.Tensor]:
-        """All ranks' tensors, which lie in shared memory at `places`; this rank's is `tensor`, flat."""
-        return [
-            tensor if rank == self.rank else self._heap.view(rank, place, tensor.dtype, tensor.numel())
-            for rank, place in enumerate(places)
-        ]
+    def shared(
+        self, sequence: int, places: list[Place], tensor: torch.Tensor
+    ) -> Generator[Blocked, None, list[torch.Tensor]]:
+        """All ranks' tensors, which lie in shared memory at `places`; this rank's is `tensor`, flat.
+
+        Raises:
+            CollectiveError: a peer's memory cannot be mapped though the peer lives.
+        """
+        tensors = []
+        for rank, place in enumerate(places):
+            if rank == self.rank:
+                tensors.append(tensor)
+                continue
+            blocked, patience = (rank, sequence << _STEP_BITS), time.monotonic() + _DYING_S
+            while True:
+                try:
+                    tensors.append(self._heap.view(rank, place, tensor.dtype, tensor.numel()))
+                    break
+                except OSError as error:
+                    if error.errno in _OUR_OWN_LACK or time.monotonic() > patience:
+                        raise CollectiveError(
+                            f"{self.name(self.rank)} cannot map a tensor of {self.name(rank)} in "
+                            f"collective number {sequence}: {error.strerror}"
+                        ) from error
+                yield blocked  # a process loses its files before it counts as dead
+        return tensors
 
     def doing(self, rank: int) -> str:
         """What `rank` posted last, for messages."""

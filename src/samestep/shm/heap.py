@@ -73,7 +73,11 @@ class Heap:
         return NOT_SHARED
 
     def view(self, rank: int, place: Place, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The tensor of `numel` elements that `rank` has at `place`."""
+        """The tensor of `numel` elements that `rank` has at `place`.
+
+        Raises:
+            OSError: it cannot be mapped: `rank` has died or closed it, or this process may open no more.
+        """
         segment = self._theirs.get((rank, place.segment))
         if segment is None:
             segment = Segment.attach(self._region.pids[rank], place.fd, place.segment_bytes)
