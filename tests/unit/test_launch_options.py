@@ -84,10 +84,11 @@ def test_bad_options_are_one_clear_line(tmp_path: Path) -> None:
 @given(first=st.integers(0, 100), local=st.integers(1, 8), inherited=st.booleans())
 def test_rank_variables(first: int, local: int, inherited: bool) -> None:
     place = Place(first, local, first + local, 1, 2, "host", 1234, "id", 2, 3)
-    own = {"OMP_NUM_THREADS": "5"} if inherited else {}
+    tuning = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+    own = dict.fromkeys(tuning, "5") if inherited else {}
     for local_rank in range(local):
         variables = rank_variables(place, local_rank, own)
         assert variables["RANK"] == variables["ROLE_RANK"] == str(first + local_rank)
         assert variables["TORCHELASTIC_RESTART_COUNT"] == "2"
-        assert ("OMP_NUM_THREADS" in variables) != inherited
+        assert all((name in variables) != inherited for name in tuning)
         assert "GLOO_SOCKET_IFNAME" not in variables  # between hosts, loopback will not do

@@ -17,6 +17,13 @@ from samestep.launch import processes
 from samestep.launch.output import Output
 from samestep.observe.messages import LISTENING_VARIABLE
 
+# For glibc: a step frees and takes the same hundreds of megabytes, activations and gradients. By default
+# they go back to the system in between, and each page is zeroed by the kernel when it is next touched.
+_KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 1024**2),  # the most that mallopt(3) allows
+    "MALLOC_TRIM_THRESHOLD_": str(1024**3),
+}
+
 
 @dataclass(frozen=True)
 class Place:
@@ -109,7 +116,10 @@ def threads_per_rank(num_local_ranks: int) -> int:
 
 
 def rank_variables(place: Place, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a rank sees beyond the inherited ones; torchrun's, and a few of ours."""
+    """The variables that a rank sees beyond the inherited ones; torchrun's, and a few of ours.
+
+    Those that only tune (threads, the allocator, network interface) give way to inherited ones.
+    """
     rank = place.first_rank + local_rank
     variables = {
         "RANK": str(rank),
@@ -133,6 +143,7 @@ def rank_variables(place: Place, local_rank: int, inherited: Mapping[str, str]) 
     defaults = {
         "OMP_NUM_THREADS": str(threads_per_rank(place.num_local_ranks)),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        **_KEEP_FREED_MEMORY,
     }
     if place.num_hosts == 1:
         defaults["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"

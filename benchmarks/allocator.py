@@ -1,0 +1,89 @@
+"""A training step with and without the allocator settings that `samestep run` gives its ranks on glibc.
+
+    python benchmarks/allocator.py --page docs/benchmarks.md
+
+Each round starts two runs of two ranks, one with these settings and one under torchrun, which leaves the
+allocator alone, and takes the median step of rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import samestep
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _models import WORKLOADS, Workload
+from _paired import compare, report
+from step import make_step
+
+OURS = ["samestep", "run", "--nproc", "2"]
+TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2"]  # leaves the allocator alone
+
+
+def time_steps(workload: Workload, num_steps: int, path: Path) -> None:
+    """What a rank does."""
+    with samestep.World(backend="gloo") as world:
+        step = make_step(workload, samestep.DistributedDataParallel)
+        times = []
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start)
+        if world.is_main:
+            path.write_text(str(statistics.median(times[2:])))
+
+
+def run(model: str, num_steps: int, launcher: list[str]) -> float:
+    """Seconds per step of a run of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "seconds"
+        script = [__file__, "--models", model, "--steps", str(num_steps), "--write", str(path)]
+        subprocess.run(
+            [sys.executable, "-m", *launcher, *script],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        return float(path.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--page", type=Path, help="write the table between the marks of this page")
+    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.write:
+        time_steps(WORKLOADS[options.models[0]], options.steps, options.write)
+        return
+    rows = [
+        compare(
+            WORKLOADS[name].title,
+            lambda name=name: run(name, options.steps, OURS),
+            lambda name=name: run(name, options.steps, TORCHRUN),
+            num_rounds=options.rounds,
+            unit="ms",
+            scale=1e3,
+        )
+        for name in options.models
+    ]
+    report(
+        "A step with the launcher's allocator settings, and without",
+        rows,
+        page=options.page,
+        marker="allocator",
+    )
+
+
+if __name__ == "__main__":
+    main()
