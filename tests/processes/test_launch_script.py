@@ -65,7 +65,7 @@ def test_as_under_python(tmp_path: Path, arguments: list[str]) -> None:
     assert look(launched.stdout) == look(plain.stdout)
 
 
-def test_environment_is_torchruns_and_three_more(tmp_path: Path) -> None:
+def test_environment_is_torchruns_and_a_few_more(tmp_path: Path) -> None:
     script(tmp_path, "import json; print('seen ' + json.dumps(dict(os.environ)))")
     with launch(
         tmp_path,
@@ -85,7 +85,13 @@ def test_environment_is_torchruns_and_three_more(tmp_path: Path) -> None:
     assert isinstance(ours, dict)
     # Which signals torchrun's own agent takes: nothing for a script.
     assert set(theirs) - set(ours) == {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
-    assert set(ours) - set(theirs) == {"GLOO_SOCKET_IFNAME", "PYTHONUNBUFFERED", "SAMESTEP_PROGRESS"}
+    assert set(ours) - set(theirs) == {
+        "GLOO_SOCKET_IFNAME",
+        "MALLOC_MMAP_THRESHOLD_",
+        "MALLOC_TRIM_THRESHOLD_",
+        "PYTHONUNBUFFERED",
+        "SAMESTEP_PROGRESS",
+    }
     differing = {name for name in set(ours) & set(theirs) if ours[name] != theirs[name]}
     assert differing <= {
         "MASTER_ADDR",

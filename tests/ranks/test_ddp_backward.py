@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import time
 import weakref
 from typing import Any, NamedTuple
 
@@ -499,22 +500,27 @@ def test_a_wrapper_goes_with_its_last_reference() -> None:
 
     def run(group: Any) -> tuple[Grads, bool, int]:
         net = seeded(Net)
-        gc.disable()
-        try:
-            model = DistributedDataParallel(net, process_group=group)
-            run_step(model, group.rank())
-            reducer = weakref.ref(model._reducer)
-            buffer = weakref.ref(model._reducer.queue.buckets[0].buffer)
-            del model
-            gone = reducer() is None and buffer() is None
-        finally:
-            gc.enable()
+        model = DistributedDataParallel(net, process_group=group)
+        run_step(model, group.rank())
+        reducer = weakref.ref(model._reducer)
+        buffer = weakref.ref(model._reducer.queue.buckets[0].buffer)
+        del model
+        gone = reducer() is None
+        deadline = time.monotonic() + 30
+        while buffer() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)  # Gloo's thread lets go of a tensor soon after its collective is done
+        gone = gone and buffer() is None
         net.zero_grad()
         model = DistributedDataParallel(net, process_group=group)
         grads = run_step(model, group.rank())
         return grads, gone, len(net.first.weight._post_accumulate_grad_hooks)
 
-    for grads, gone, num_hooks in thread_ranks(run, 2):
+    gc.disable()
+    try:
+        results = thread_ranks(run, 2)
+    finally:
+        gc.enable()
+    for grads, gone, num_hooks in results:
         assert gone
         assert num_hooks == 1
         assert_same(grads, EXPECTED, 1e-12)
