@@ -45,11 +45,12 @@ check: lint types test suite ## lint, types and tests: what CI runs
 conformance: $(READY) ## the same with torch's class too, on 2 and 3 ranks; writes docs/conformance.md (5 min)
 	@$(BIN)/python -m tests.conformance.ddp_suite --write-docs
 
-bench: $(READY) ## time steps, collectives and the sampler; writes docs/benchmarks.md (10 min, idle machine)
+bench: $(READY) ## time steps, collectives, the sampler, the allocator; writes docs/benchmarks.md (20 min, idle machine)
 	@$(BIN)/samestep run --nproc 2 benchmarks/step.py --shm --page docs/benchmarks.md
 	@$(BIN)/python benchmarks/collectives.py --page docs/benchmarks.md
 	@$(BIN)/python benchmarks/collectives.py --ranks 4 --page docs/benchmarks.md
 	@$(BIN)/python benchmarks/sampler.py --page docs/benchmarks.md
+	@$(BIN)/python benchmarks/allocator.py --page docs/benchmarks.md
 
 soak: $(READY) ## a million collectives over shm checked against Gloo, and 200 killed runs (hours)
 	@$(BIN)/python -W ignore benchmarks/soak.py

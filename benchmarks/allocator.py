@@ -3,7 +3,7 @@
     python benchmarks/allocator.py --page docs/benchmarks.md
 
 Each round starts two runs of two ranks, one with these settings and one under torchrun, which leaves the
-allocator alone, and takes the median step of rank 0.
+allocator alone, and takes the median step of the slower rank.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+import torch
 
 import samestep
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _models import WORKLOADS, Workload
 from _paired import compare, report
-from step import make_step
+from step import make_step, time_rounds
 
+NUM_THREADS = 1
 OURS = ["samestep", "run", "--nproc", "2"]
 TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2"]  # leaves the allocator alone
 
@@ -32,13 +34,9 @@ def time_steps(workload: Workload, num_steps: int, path: Path) -> None:
     """What a rank does."""
     with samestep.World(backend="gloo") as world:
         step = make_step(workload, samestep.DistributedDataParallel)
-        times = []
-        for _ in range(num_steps):
-            start = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - start)
+        times = time_rounds({"step": step}, num_steps, 1)["step"]
         if world.is_main:
-            path.write_text(str(statistics.median(times[2:])))
+            path.write_text(str(statistics.median(times)))
 
 
 def run(model: str, num_steps: int, launcher: list[str]) -> float:
@@ -48,7 +46,7 @@ def run(model: str, num_steps: int, launcher: list[str]) -> float:
         script = [__file__, "--models", model, "--steps", str(num_steps), "--write", str(path)]
         subprocess.run(
             [sys.executable, "-m", *launcher, *script],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            env={**os.environ, "OMP_NUM_THREADS": str(NUM_THREADS), "GLOO_SOCKET_IFNAME": "lo"},
             check=True,
             stdout=subprocess.DEVNULL,
         )
@@ -59,13 +57,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--page", type=Path, help="write the table between the marks of this page")
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.write:
         time_steps(WORKLOADS[options.models[0]], options.steps, options.write)
         return
+    torch.set_num_threads(NUM_THREADS)  # for the report: the ranks'
     rows = [
         compare(
             WORKLOADS[name].title,

@@ -23,9 +23,13 @@ Examples:
   # on each of two hosts; node01 is one of them:
   samestep run --nnodes 2 --rdzv-endpoint node01:29400 train.py
 
-The script sees torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, ...). When a rank fails, all are ended
-and the traceback of the one that failed first is printed. Exit status: 0; the exit code of the rank that
-failed first (1 for an exception, 128 + N for signal N); 2 for a command that makes no sense.
+The script sees torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, ...). Where they are not set yet,
+OMP_NUM_THREADS becomes cores / ranks, and MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ let glibc keep
+the memory that a step frees.
+
+When a rank fails, all are ended and the traceback of the one that failed first is printed. Exit status: 0;
+the exit code of the rank that failed first (1 for an exception, 128 + N for signal N); 2 for a command that
+makes no sense.
 """
 
 

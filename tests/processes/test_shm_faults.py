@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import select
 import signal
 import threading
 import time
@@ -63,12 +64,13 @@ def killed_before_its_memory_is_mapped():
     group = shm_group()
     rank, processes = dist.get_rank(), pids()
     tensor = group.empty_shared(200_000, torch.float32).fill_(1)
+    death = select.poll()
+    death.register(os.pidfd_open(processes[1]), select.POLLIN)
     dist.barrier(group)
     if rank == 1:
         dist.all_reduce(tensor, group=group, async_op=True)  # says where its tensor lies
         os.kill(os.getpid(), signal.SIGKILL)
-    while Path(f"/proc/{processes[1]}/fd").exists() and list(Path(f"/proc/{processes[1]}/fd").iterdir()):
-        time.sleep(0.01)
+    assert death.poll(60_000)
     started = time.monotonic()
     with pytest.raises(CollectiveError, match=rf"rank 1 \(process {processes[1]}\) has died"):
         dist.all_reduce(tensor, group=group)

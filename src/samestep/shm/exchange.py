@@ -272,23 +272,9 @@ class Exchange:
         Raises:
             CollectiveError: a peer's memory cannot be mapped though the peer lives.
         """
-        tensors = []
-        for rank, place in enumerate(places):
-            if rank == self.rank:
-                tensors.append(tensor)
-                continue
-            blocked, patience = (rank, sequence << _STEP_BITS), time.monotonic() + _DYING_S
-            while True:
-                try:
-                    tensors.append(self._heap.view(rank, place, tensor.dtype, tensor.numel()))
-                    break
-                except OSError as error:
-                    if error.errno in _OUR_OWN_LACK or time.monotonic() > patience:
-                        raise CollectiveError(
-                            f"{self.name(self.rank)} cannot map a tensor of {self.name(rank)} in "
-                            f"collective number {sequence}: {error.strerror}"
-                        ) from error
-                yield blocked  # a process loses its files before it counts as dead
+        tensors = [tensor] * self.num_ranks
+        for rank, _ in self._peers:
+            tensors[rank] = yield from self._view(sequence, rank, places[rank], tensor)
         return tensors
 
     def doing(self, rank: int) -> str:
@@ -305,6 +291,28 @@ class Exchange:
     def name(self, rank: int) -> str:
         """What to call `rank` in messages."""
         return f"rank {rank} (process {self._region.pids[rank]})"
+
+    def _view(
+        self, sequence: int, rank: int, place: Place, like: torch.Tensor
+    ) -> Generator[Blocked, None, torch.Tensor]:
+        """The tensor of `rank` at `place`, of the dtype and size of `like`.
+
+        A process loses its files before it counts as dead: whoever cannot be mapped is given the time to.
+        """
+        blocked = (rank, sequence << _STEP_BITS)
+        give_up_s: float | None = None
+        while True:
+            try:
+                return self._heap.view(rank, place, like.dtype, like.numel())
+            except OSError as error:
+                now_s = time.monotonic()
+                give_up_s = now_s + _DYING_S if give_up_s is None else give_up_s
+                if error.errno in _OUR_OWN_LACK or now_s > give_up_s:
+                    raise CollectiveError(
+                        f"{self.name(self.rank)} cannot map a tensor of {self.name(rank)} in "
+                        f"collective number {sequence}: {error.strerror}"
+                    ) from error
+            yield blocked
 
     def _most_rounds(self, sequence: int) -> int:
         word = self._slot_words[sequence % Layout.NUM_SLOTS] + _NUM_ROUNDS
