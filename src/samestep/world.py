@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store
 
+from samestep import at_exit as at_exit  # from here on this process ends cleanly
 from samestep import collectives, shm
 from samestep.environment import Environment, read_environment
 from samestep.errors import WorldError
