@@ -23,6 +23,7 @@ class Environment:
     local_world_size: int = 1
     master_addr: str | None = None  # None: a world of one, no store is needed
     master_port: int | None = None
+    one_host: bool = True  # all ranks are known to be on this host
     launcher: str = "none"  # "torchrun" (its variables, whoever set them), "slurm" or "none"
     run_id: str | None = None
     restart_count: int = 0
@@ -43,6 +44,11 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     return Environment()
 
 
+def is_loopback(host: str) -> bool:
+    """Whether `host` names the host that says so."""
+    return host in ("localhost", "::1", "[::1]") or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host) is not None
+
+
 def _from_torchrun(variables: Mapping[str, str]) -> Environment:
     rank = _integer(variables, "RANK")
     world_size = _integer(variables, "WORLD_SIZE")
@@ -54,12 +60,16 @@ def _from_torchrun(variables: Mapping[str, str]) -> Environment:
         raise LaunchError(
             f"LOCAL_RANK={local_rank} is not in 0..LOCAL_WORLD_SIZE-1 (LOCAL_WORLD_SIZE={local_world_size})"
         )
+    master_addr = variables.get("MASTER_ADDR", "127.0.0.1")
     return Environment(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        master_addr=variables.get("MASTER_ADDR", "127.0.0.1"),
+        # Without LOCAL_WORLD_SIZE nobody said how many are here; who meets at a host's own address is.
+        one_host=local_world_size == world_size
+        and ("LOCAL_WORLD_SIZE" in variables or is_loopback(master_addr)),
+        master_addr=master_addr,
         master_port=_integer(variables, "MASTER_PORT"),
         launcher="torchrun",
         run_id=variables.get("TORCHELASTIC_RUN_ID"),
@@ -96,6 +106,7 @@ def _from_slurm(variables: Mapping[str, str]) -> Environment:
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
+        one_host=local_world_size == world_size,
         master_addr=variables.get("MASTER_ADDR") or _slurm_master(variables, local_world_size == world_size),
         master_port=_integer(variables, "MASTER_PORT", default=_slurm_port(variables)),
         launcher="slurm",

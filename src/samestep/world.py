@@ -14,6 +14,7 @@ import threading
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from torch.distributed import HashStore, Store
 
 from samestep import at_exit as at_exit  # from here on this process ends cleanly
 from samestep import collectives, shm
-from samestep.environment import Environment, read_environment
+from samestep.environment import Environment, is_loopback, read_environment
 from samestep.errors import WorldError
 
 __all__ = [
@@ -68,7 +69,7 @@ def init_process_group(
     Args:
         backend: `"nccl"`, `"gloo"`, our own `"shm"` (the CPU ranks of one host, through shared memory) or
             another that torch knows. Default: NCCL where there is an NVIDIA GPU (or the accelerator's own
-            backend), else Gloo.
+            backend); without GPUs `"shm"` if all ranks are on one host and it can be used there, else Gloo.
         init_method: a URL for rendezvous, as for torch. Default: the launcher's variables.
         timeout: how long a collective may wait for the other ranks. Default: 10 minutes.
         world_size: number of ranks; needed with `store`.
@@ -89,13 +90,14 @@ def init_process_group(
         )
     environment = read_environment()
     _check_against_environment(environment, rank, world_size, explicit=store is not None)
-    backend = backend or _default_backend()
+    is_one_host = world_size == 1 or _is_one_host(environment, init_method, store)
+    backend = backend or _default_backend(is_one_host)
     if "shm" in backend:
         shm.register()
     target = _device_for(backend, environment)
     if target.type != "cpu":
         torch.accelerator.set_device_index(target)
-    if environment.local_world_size == environment.world_size:
+    if is_one_host:
         # One host: nothing need listen on an outside interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
@@ -316,11 +318,20 @@ def _seed_everything(sequence: np.random.SeedSequence) -> None:
     torch.manual_seed(int(words[2]) >> 1)  # torch's seeds are signed
 
 
-def _default_backend() -> str:
+def _is_one_host(environment: Environment, init_method: str | None, store: Store | None) -> bool:
+    """Whether all ranks are known to be on this host; every rank finds the same."""
+    if environment.launcher != "none":
+        return environment.one_host
+    if init_method is not None and not init_method.startswith("env://"):
+        return is_loopback(urlsplit(init_method).hostname or "")
+    return store is None
+
+
+def _default_backend(is_one_host: bool) -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return "gloo"
-    return dist.get_default_backend_for_device(accelerator)
+    if accelerator is not None:
+        return dist.get_default_backend_for_device(accelerator)
+    return "shm" if is_one_host and shm.is_available() else "gloo"
 
 
 def _device_for(backend: str, environment: Environment) -> torch.device:

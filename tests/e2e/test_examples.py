@@ -50,14 +50,14 @@ def test_digits_are_learned_on_two_ranks_and_a_run_resumes_on_one(tmp_path: Path
     assert loaded == trained
     assert "Warning" not in ended.stderr
     assert "276/276" in ended.stderr  # the progress bar's last state
-    assert "2 (gloo, cpu)" in ended.stdout
+    assert "2 (shm, cpu)" in ended.stdout
     (checkpoint,) = re.findall(r"runs/digits/step-\d+", ended.stdout)
     assert (tmp_path / checkpoint / "model.safetensors").is_file()
 
     ended = run(PYTHON, "digits.py", "--epochs", "13", "--resume", cwd=tmp_path)
     assert "13 (299 steps)" in ended.stdout
     assert "23/23" in ended.stderr  # one epoch, not thirteen
-    assert "1 (gloo, cpu)" in ended.stdout
+    assert "1 (shm, cpu)" in ended.stdout
     trained, loaded = accuracies(ended)
     assert loaded == trained >= 97.0
 

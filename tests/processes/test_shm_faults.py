@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from samestep.errors import CollectiveError, WorldError
 from samestep.shm import register
+from samestep.shm.group import ShmProcessGroup
+from samestep.shm.region import Segment
 from samestep.testing import RankError, process_ranks
 
 
@@ -82,6 +84,32 @@ def test_a_rank_killed_before_its_memory_is_mapped_is_named(size):
     with pytest.raises(RankError) as caught:
         process_ranks(killed_before_its_memory_is_mapped, size)
     assert str(caught.value).count("---\n") == 1, str(caught.value)
+
+
+def made_and_left_at_once():
+    for number in range(20):
+        store = dist.PrefixStore(str(number), dist.group.WORLD.get_group_store())
+        group = ShmProcessGroup(store, dist.get_rank(), dist.get_world_size(), timedelta(seconds=20))
+        group.shutdown()
+
+
+def test_a_rank_that_leaves_at_once_leaves_nobody_looking_for_its_memory():
+    process_ranks(made_and_left_at_once, 3)
+
+
+def killed_while_it_maps():
+    if dist.get_rank() == 1:
+        Segment.attach = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(WorldError, match=r"rank 1 \(process \d+\)( has died|: .*ended|.* ended)|of rank 1 "):
+        shm_group()
+    assert time.monotonic() - started < 10
+
+
+def test_a_rank_killed_while_the_group_is_made_is_named():
+    with pytest.raises(RankError) as caught:
+        process_ranks(killed_while_it_maps, 3)
+    assert str(caught.value).count("---\n") == 1, caught.value
 
 
 def no_files_left():

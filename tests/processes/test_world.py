@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import samestep
+from samestep import shm
 from samestep.errors import LaunchError, WorldError
 from samestep.testing import process_ranks
 from samestep.world import abort_process_group
@@ -87,6 +88,38 @@ def test_an_init_method_takes_ranks_from_the_variables(tmp_path: object) -> None
     assert process_ranks(_rendezvous, 3, str(tmp_path)) == [(0, 0, 3.0), (1, 0, 3.0), (2, 0, 3.0)]
 
 
+def _default_backends(init_method: str) -> tuple[str, str, str]:
+    dist.destroy_process_group()
+    found = []
+    address = os.environ["MASTER_ADDR"]
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    for variables in ({}, {"LOCAL_WORLD_SIZE": None, "MASTER_ADDR": "192.0.2.1"}):
+        for name, value in variables.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        samestep.init_process_group(init_method=f"{init_method}-{len(found)}")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == samestep.get_world_size()
+        assert samestep.device() == torch.device("cpu")
+        found.append(dist.get_backend())
+        samestep.destroy_process_group()
+    os.environ["MASTER_ADDR"] = address
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        del os.environ[name]
+    with samestep.World():
+        found.append(dist.get_backend())
+    return found[0], found[1], found[2]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the accelerator's own backend is the default")
+def test_the_default_is_shm_where_all_ranks_are_known_to_be_on_one_host(tmp_path: object) -> None:
+    expected = ("shm" if shm.is_available() else "gloo", "gloo", "shm" if shm.is_available() else "gloo")
+    assert process_ranks(_default_backends, 2, f"file://{tmp_path}/store") == [expected] * 2
+
+
 def _in_a_world() -> tuple[object, ...]:
     _alone()
     with samestep.World(seed=3) as world:
@@ -129,12 +162,13 @@ def test_entering_twice_is_refused_and_abort_needs_nobody(tmp_path: object) -> N
     process_ranks(_seeds, 2, str(tmp_path))
 
 
-def _one_fails(folder: str, catch: bool) -> tuple[str, float]:
+def _one_fails(folder: str, backend: str, catch: bool) -> tuple[str, float]:
     dist.destroy_process_group()
     rank = int(os.environ["RANK"])
     start = time.monotonic()
     try:
-        samestep.init_process_group(init_method=f"file://{folder}/store", timeout=timedelta(seconds=60))
+        init_method = f"file://{folder}/store"
+        samestep.init_process_group(backend, init_method=init_method, timeout=timedelta(seconds=60))
         world = samestep.World(seed=0)
         try:
             if rank == 1:
@@ -151,8 +185,9 @@ def _one_fails(folder: str, catch: bool) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("catch", [False, True])
-def test_no_rank_waits_for_one_that_failed(tmp_path: object, catch: bool) -> None:
-    zero, one = process_ranks(_one_fails, 2, str(tmp_path), catch)
+@pytest.mark.parametrize(("backend", "error"), [("gloo", "RuntimeError"), ("shm", "CollectiveError")])
+def test_no_rank_waits_for_one_that_failed(tmp_path: object, backend: str, error: str, catch: bool) -> None:
+    zero, one = process_ranks(_one_fails, 2, str(tmp_path), backend, catch)
     assert one[0] == "ZeroDivisionError"
-    assert zero[0] == "RuntimeError"
+    assert zero[0] == error
     assert zero[1] < 20

@@ -50,6 +50,7 @@ def test_torchrun() -> None:
         world_size=8,
         local_rank=1,
         local_world_size=4,
+        one_host=False,
         master_addr="host-a",
         master_port=29500,
         launcher="torchrun",
@@ -79,6 +80,24 @@ def test_torchrun_variable_missing(name: str) -> None:
         read_environment({k: v for k, v in TORCHRUN.items() if k != name})
 
 
+@pytest.mark.parametrize(
+    ("changes", "one_host"),
+    [
+        ({"LOCAL_WORLD_SIZE": "8"}, True),  # the launcher said so, whatever it calls its host
+        ({}, False),
+        ({"LOCAL_WORLD_SIZE": None, "LOCAL_RANK": None}, False),  # set by hand, perhaps on two hosts
+        ({"LOCAL_WORLD_SIZE": None, "LOCAL_RANK": None, "MASTER_ADDR": "127.0.0.1"}, True),
+        ({"LOCAL_WORLD_SIZE": None, "LOCAL_RANK": None, "MASTER_ADDR": "localhost"}, True),
+        ({"LOCAL_WORLD_SIZE": None, "LOCAL_RANK": None, "MASTER_ADDR": "127.0.0.1.example.org"}, False),
+    ],
+)
+def test_all_ranks_are_on_this_host_only_if_that_is_known(
+    changes: dict[str, str | None], one_host: bool
+) -> None:
+    variables = {name: value for name, value in {**TORCHRUN, **changes}.items() if value is not None}
+    assert read_environment(variables).one_host is one_host
+
+
 def test_slurm() -> None:
     environment = read_environment(slurm())
     assert environment == Environment(
@@ -86,6 +105,7 @@ def test_slurm() -> None:
         world_size=7,
         local_rank=2,
         local_world_size=3,
+        one_host=False,
         master_addr="gpu03",
         master_port=environment.master_port,
         launcher="slurm",
@@ -95,7 +115,8 @@ def test_slurm() -> None:
 
 def test_slurm_on_one_node_stays_on_loopback() -> None:
     variables = slurm(SLURM_STEP_TASKS_PER_NODE="7", SLURM_NODEID="0", SLURM_LOCALID="6")
-    assert read_environment(variables).master_addr == "127.0.0.1"
+    environment = read_environment(variables)
+    assert (environment.master_addr, environment.one_host) == ("127.0.0.1", True)
 
 
 def test_slurm_without_step_variables_uses_the_jobs() -> None:

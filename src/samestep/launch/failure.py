@@ -21,7 +21,8 @@ _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset)( by( remote)? peer)?|broken pipe|connection refused|"
     r"socket (closed|timeout)|remote (peer|process) (exited|has)|ncclRemoteError|peer (closed|reset)|"
     r"failed to recv|recvValue failed|heartbeat|"
-    r"\(process \d+\) has (died|destroyed the group)|group can no longer be used|"
+    r"\(process \d+\) (has (died|destroyed the group)|could not join|ended before)|"
+    r"cannot map the shared memory of|group can no longer be used|"
     r"gave up in the middle of this backward|raised inside of join\(\)",
     re.IGNORECASE,
 )

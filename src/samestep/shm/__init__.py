@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-__all__ = ["register"]
+__all__ = ["is_available", "register"]
+
+
+def is_available() -> bool:
+    """Whether this host has what the backend is made of; all ranks of one host find the same.
+
+    Some sandboxes of Linux lack one of the system calls, or hide /proc.
+    """
+    from samestep.shm.region import can_share
+    from samestep.shm.signal import knows_this_processor
+
+    return knows_this_processor() and can_share()
 
 
 def register() -> None:

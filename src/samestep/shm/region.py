@@ -12,8 +12,10 @@ import json
 import mmap
 import os
 import secrets
+import select
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,11 +26,13 @@ from torch.distributed import Store
 
 from samestep.errors import WorldError
 
-__all__ = ["CACHE_LINE", "Layout", "Region", "Segment"]
+__all__ = ["CACHE_LINE", "Layout", "Region", "Segment", "can_share"]
 
 CACHE_LINE = 64
 _PAGE = 4096
 _WORD = 8
+_LOOK_AGAIN_S = 0.0005
+_DONE, _FAILED = 1, 2  # of the word `attached`
 _MAX_STAGE_BYTES = 1024 * 1024
 _MIN_STAGE_BYTES = 16 * 1024
 _MAX_LANE_BYTES = 512 * 1024
@@ -89,8 +93,9 @@ class Segment:
 class Layout:
     """Where things are in each rank's control segment, in bytes from its start; equal on all ranks.
 
-    token, state, asleep, finished   one word each, on cache lines of their own; beside the state `alarm`,
-                                     which whoever breaks the group sets in all segments
+    token, state, asleep, finished   one word each, on cache lines of their own; beside the token `attached`,
+                                     whether this rank has mapped all others' segments; beside the state
+                                     `alarm`, which whoever breaks the group sets in all segments
     report                           why this rank broke the group, as text
     slots                            one per collective in flight: a flag, then its description
     lanes                            one per peer, for send and recv: two counters, then a buffer
@@ -105,6 +110,7 @@ class Layout:
     SLOT_BYTES = 4 * CACHE_LINE
     REPORT_BYTES = 1024
     TOKEN = 0
+    ATTACHED = TOKEN + _WORD
     STATE = CACHE_LINE
     ALARM = STATE + _WORD
     ASLEEP = 2 * CACHE_LINE
@@ -144,6 +150,9 @@ class Layout:
         return self.stages + index % self.NUM_STAGES * self.stage_bytes
 
 
+_ATTACHED = Layout.ATTACHED // _WORD
+
+
 class Region:
     """The control segments of all ranks of a group: this rank's own, and its peers', attached.
 
@@ -175,12 +184,51 @@ class Region:
         self._closing = threading.Lock()
         self.pids = [int(card["pid"]) for card in self.cards]
         self.layout = Layout(num_ranks, min(int(card["stage_bytes"]) for card in self.cards))
-        self.pidfds = [os.pidfd_open(pid) if pid != os.getpid() else -1 for pid in self.pids]
-        self.segments = [mine if peer == rank else self._attach(peer) for peer in range(num_ranks)]
+        self.pidfds: list[int] = []
+        try:
+            self.pidfds += [self._pidfd(peer) for peer in range(num_ranks)]
+            self.segments = [mine if peer == rank else self._attach(peer) for peer in range(num_ranks)]
+        except BaseException:
+            mine.words[_ATTACHED] = _FAILED
+            raise
+        mine.words[_ATTACHED] = _DONE
+        self._wait_until_attached(timeout)
+
+    def _wait_until_attached(self, timeout: timedelta) -> None:
+        """All ranks have mapped all segments: whoever leaves now leaves nobody looking for its memory."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        for peer, segment in enumerate(self.segments):
+            while segment.words[_ATTACHED] != _DONE:
+                has_died = self._has_died(peer)
+                # A rank may have done its part and ended between these two looks.
+                if segment.words[_ATTACHED] == _DONE:
+                    break
+                if has_died or segment.words[_ATTACHED] == _FAILED or time.monotonic() > deadline:
+                    how = "has died" if has_died else "could not join"
+                    raise WorldError(f"{self._who(peer)} {how} while rank {self.rank} set up the group")
+                time.sleep(_LOOK_AGAIN_S)
+
+    def _who(self, peer: int) -> str:
+        return f"rank {peer} (process {self.pids[peer]})"
+
+    def _pidfd(self, peer: int) -> int:
+        if self.pids[peer] == os.getpid():
+            return -1
+        try:
+            return os.pidfd_open(self.pids[peer])
+        except ProcessLookupError as error:
+            raise WorldError(f"{self._who(peer)} has died while rank {self.rank} set up the group") from error
+
+    def _has_died(self, peer: int) -> bool:
+        if self.pidfds[peer] < 0:
+            return False
+        poll = select.poll()
+        poll.register(self.pidfds[peer], select.POLLIN)
+        return bool(poll.poll(0))
 
     def _attach(self, peer: int) -> Segment:
         card = self.cards[peer]
-        who = f"rank {peer} (process {card['pid']})"
+        who = self._who(peer)
         try:
             segment = Segment.attach(self.pids[peer], int(card["fd"]), self.layout.num_bytes)
         except OSError as error:
@@ -200,6 +248,23 @@ class Region:
                     os.close(fd)
             self.pidfds = [-1] * self.num_ranks
             self.segments[self.rank].close()
+
+
+def can_share() -> bool:
+    """Whether this system has anonymous shared files that others can map, and handles of processes."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        _host()
+        segment = Segment.create(_PAGE)
+        try:
+            Segment.attach(os.getpid(), segment.fd, _PAGE)
+            os.close(os.pidfd_open(os.getpid()))
+        finally:
+            segment.close()
+    except OSError:
+        return False
+    return True
 
 
 def _reserve(num_ranks: int) -> tuple[Segment, int]:

@@ -27,7 +27,7 @@ import threading
 from samestep.errors import WorldError
 from samestep.shm.region import Layout, Region
 
-__all__ = ["Signals"]
+__all__ = ["Signals", "knows_this_processor"]
 
 _NUM_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}
 _NUM_MEMBARRIER = {"x86_64": 324, "aarch64": 283, "riscv64": 283, "ppc64le": 365}
@@ -44,6 +44,11 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
+def knows_this_processor() -> bool:
+    """Whether the system calls' numbers on this processor are known here."""
+    return platform.machine() in _NUM_FUTEX
+
+
 class Signals:
     """The flags of a group's ranks.
 
@@ -54,7 +59,7 @@ class Signals:
 
     def __init__(self, region: Region, *, total_store_order: bool | None = None) -> None:
         machine = platform.machine()
-        if machine not in _NUM_FUTEX:
+        if not knows_this_processor():
             raise WorldError(f'backend="shm" does not know the processor {machine}: use backend="gloo"')
         libc = ctypes.CDLL(None, use_errno=True)
         self._syscall = libc.syscall
