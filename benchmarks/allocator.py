@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 
 import samestep
+from samestep.bench.models import WORKLOADS, Workload
+from samestep.bench.timing import make_step, time_rounds
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _models import WORKLOADS, Workload
 from _paired import compare, report
-from step import make_step, time_rounds
 
 NUM_THREADS = 1
 OURS = ["samestep", "run", "--nproc", "2"]
@@ -33,8 +33,9 @@ TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2"]  # leaves the allo
 def time_steps(workload: Workload, num_steps: int, path: Path) -> None:
     """What a rank does."""
     with samestep.World(backend="gloo") as world:
-        step = make_step(workload, samestep.DistributedDataParallel)
-        times = time_rounds({"step": step}, num_steps, 1)["step"]
+        model, loss_of = workload.make(world.device)
+        steps = {"step": make_step(samestep.DistributedDataParallel(model), loss_of)}
+        times = time_rounds(steps, num_steps, world.group, world.device, steps_per_round=1)["step"]
         if world.is_main:
             path.write_text(str(statistics.median(times)))
 

@@ -12,7 +12,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,27 +23,13 @@ from rich.table import Table
 from torch import nn
 
 import samestep
+from samestep.bench.models import WORKLOADS
+from samestep.bench.timing import make_step, ratios, spread, time_rounds
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _models import WORKLOADS, Workload
 from _paired import machine, write_between_markers
 
-Step = Callable[[], None]
 LIMIT, TORCH = "unsynchronised", "torch DDP, Gloo"
-
-
-def make_step(workload: Workload, wrap: Callable[[nn.Module], nn.Module]) -> Step:
-    torch.manual_seed(0)
-    model = wrap(workload.build())
-    optimizer = torch.optim.AdamW(model.parameters())
-    inputs, targets = workload.batch()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        workload.loss(model, inputs, targets).backward()
-        optimizer.step()
-
-    return step
 
 
 def variants(groups: dict[str, dist.ProcessGroup]) -> dict[str, Callable[[nn.Module], nn.Module]]:
@@ -56,40 +41,14 @@ def variants(groups: dict[str, dist.ProcessGroup]) -> dict[str, Callable[[nn.Mod
     return found
 
 
-def time_rounds(steps: dict[str, Step], num_rounds: int, steps_per_round: int) -> dict[str, list[float]]:
-    """Seconds per step by variant and round, on the slowest rank."""
-    for step in steps.values():
-        for _ in range(3):
-            step()
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(num_rounds):
-        for name, step in steps.items():
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(steps_per_round):
-                step()
-            took = torch.tensor([(time.perf_counter() - start) / steps_per_round])
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            times[name].append(took.item())
-    return times
-
-
-def ratios(times: dict[str, list[float]], name: str, to: str) -> list[float]:
-    return [a / b for a, b in zip(times[name], times[to], strict=True)]
-
-
-def cell(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.2f} .. {max(values):.2f})"
-
-
-def rows(workload: Workload, times: dict[str, list[float]]) -> list[list[str]]:
+def rows(title: str, times: dict[str, list[float]]) -> list[list[str]]:
     return [
         [
-            workload.title,
+            title,
             name,
             f"{statistics.median(figures) * 1e3:.1f} ms",
-            cell(ratios(times, name, LIMIT)),
-            "" if name in (LIMIT, TORCH) else cell(ratios(times, name, TORCH)),
+            spread(ratios(times, name, LIMIT)),
+            "" if name in (LIMIT, TORCH) else spread(ratios(times, name, TORCH)),
         ]
         for name, figures in times.items()
     ]
@@ -114,9 +73,13 @@ def main() -> None:
         table, record = [], {}
         for name in options.models:
             workload = WORKLOADS[name]
-            steps = {v: make_step(workload, wrap) for v, wrap in variants(groups).items()}
-            times = time_rounds(steps, options.rounds, workload.steps_per_round)
-            table += rows(workload, times)
+            steps = {}
+            for variant, wrap in variants(groups).items():
+                torch.manual_seed(0)
+                model, loss_of = workload.make(world.device)
+                steps[variant] = make_step(wrap(model), loss_of)
+            times = time_rounds(steps, options.rounds, world.group, world.device)
+            table += rows(workload.title, times)
             record[name] = times
             del steps
         if not world.is_main:

@@ -11,6 +11,8 @@ import click
 import samestep
 from samestep.errors import SamestepError
 
+BENCH_MODELS = ("mlp", "transformer", "resnet", "small")
+
 _RUN_EPILOG = """\
 \b
 Examples:
@@ -115,6 +117,79 @@ def run_command(
         log_dir=log_dir,
     )
     sys.exit(run(options))
+
+
+_BENCH_EPILOG = """\
+\b
+Examples:
+  samestep bench                                        2 ranks on the CPU, or one per GPU
+  samestep bench --nproc 4 --backend gloo --model mlp
+  samestep bench --model train.py:make_step             a model of your own
+
+\b
+  # train.py
+  def make_step(device):
+      inputs, labels = next(iter(loader))
+      model = Net().to(device)
+      return model, lambda model: loss_fn(model(inputs.to(device)), labels.to(device))
+"""
+
+
+@cli.command("bench", epilog=_BENCH_EPILOG, context_settings={"max_content_width": 100})
+@click.option(
+    "--nproc",
+    default="auto",
+    metavar="N|auto|gpu|cpu",
+    help="Ranks, all on this host. auto: one per GPU; without a GPU 2.  [default: auto]",
+)
+@click.option("--backend", metavar="NAME", help="nccl, gloo, shm, ...  [default: what World() chooses]")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME",
+    help="mlp, transformer, resnet, small (1,000 small parameters) or FILE.py:FUNCTION; may be repeated.  "
+    "[default: the first three]",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=7,
+    metavar="N",
+    help="How often all variants take turns.  [default: 7]",
+)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write all figures there.")
+def bench_command(
+    nproc: str, backend: str | None, models: tuple[str, ...], rounds: int, json_path: Path | None
+) -> NoReturn:
+    """Time a training step here: ours, torch's DDP, and replicas that do not synchronise, in turns.
+
+    The last is the limit: what no way of synchronising can beat. The figure to read is how far a step is
+    from it. Keep the machine idle meanwhile.
+    """
+    from samestep.bench import own_model
+    from samestep.launch.options import RunOptions, resolve_nproc
+    from samestep.launch.run import run
+
+    for model in models:
+        if model not in BENCH_MODELS:
+            own_model.check(model)
+    if json_path is not None and not json_path.resolve().parent.is_dir():
+        raise click.UsageError(f"--json {json_path}: there is no such folder")
+    num_ranks = resolve_nproc(nproc)
+    arguments = [f"--model={model}" for model in models or BENCH_MODELS[:3]] + [f"--rounds={rounds}"]
+    arguments += [f"--backend={backend}"] if backend else []
+    arguments += [f"--json={json_path}"] if json_path else []
+    sys.exit(
+        run(
+            RunOptions(
+                target="samestep.bench",
+                arguments=tuple(arguments),
+                is_module=True,
+                num_ranks=2 if nproc == "auto" and num_ranks == 1 else num_ranks,
+            )
+        )
+    )
 
 
 def main() -> NoReturn:

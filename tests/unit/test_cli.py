@@ -43,14 +43,22 @@ BAD = [
     (["run"], "samestep: Missing argument 'SCRIPT'"),
     (["run", "--no-such-option", "train.py"], "samestep: No such option"),
     (["rnu", "train.py"], "samestep: No such command 'rnu'"),
+    (["bench", "--model", "mpl"], "samestep: --model mpl: there is no such model; name FILE.py:FUNCTION"),
+    (["bench", "--model", "no.py:make"], "samestep: --model no.py:make: no.py cannot be read: No such"),
+    (["bench", "--model", "train.py:make"], "samestep: --model train.py:make: train.py defines no function"),
+    (["bench", "--model", "bad.py:make"], "samestep: --model bad.py:make: bad.py is not Python"),
+    (["bench", "--rounds", "0"], "samestep: Invalid value for '--rounds'"),
+    (["bench", "--nproc", "0"], "samestep: --nproc 0: give a number from 1"),
+    (["bench", "--json", "no/folder.json"], "samestep: --json no/folder.json: there is no such folder"),
 ]
-GOOD = [["--help"], ["run", "--help"], ["--version"], []]
+GOOD = [["--help"], ["run", "--help"], ["--version"], [], ["bench", "--help"]]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, str, bool]]:
     folder = tmp_path_factory.mktemp("cli")
     (folder / "train.py").write_text("")
+    (folder / "bad.py").write_text("def make(:")
     arguments = json.dumps([*(bad for bad, _ in BAD), *GOOD])
     ended = subprocess.run(
         [sys.executable, "-c", DRIVER, arguments],
@@ -72,7 +80,7 @@ def test_bad_input_is_one_line_and_status_2(results: list[tuple[int, str, str, b
 
 
 def test_help_and_version_need_no_torch(results: list[tuple[int, str, str, bool]]) -> None:
-    general, run, version, nothing = results[len(BAD) :]
+    general, run, version, nothing, bench = results[len(BAD) :]
     assert all(result[0] == 0 and result[2] == "" and not result[3] for result in results[len(BAD) :])
     assert version[1] == f"samestep {samestep.__version__}\n"
     assert nothing[1] == general[1]
@@ -87,7 +95,9 @@ def test_help_and_version_need_no_torch(results: list[tuple[int, str, str, bool]
     ):
         assert option in run[1]
     assert "samestep run --nproc 4 train.py" in run[1]
-    assert max(map(len, run[1].splitlines())) <= 100
+    for option in ("--nproc", "--backend", "--model", "--rounds", "--json"):
+        assert option in bench[1]
+    assert max(map(len, (run[1] + bench[1]).splitlines())) <= 100
 
 
 def test_gpu_without_gpu(tmp_path: Path) -> None:

@@ -10,18 +10,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+Loss = Callable[[nn.Module], Tensor]
+Maker = Callable[[torch.device], tuple[nn.Module, Loss]]
+
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, how its batch is made, and how many steps make one round of a measurement."""
+    """What is timed: a model, and the loss of one batch of it."""
 
     title: str
     build: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
-    steps_per_round: int
 
-    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    def make(self, device: torch.device) -> tuple[nn.Module, Loss]:
+        """A model on `device`, and the function that gives its loss for a batch made now."""
+        inputs, targets = (tensor.to(device) for tensor in self.batch())
+
+        def loss_of(model: nn.Module) -> Tensor:
+            outputs: Tensor = model(inputs)
+            loss: Tensor = functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+            return loss
+
+        return self.build().to(device), loss_of
 
 
 class Transformer(nn.Module):
@@ -36,7 +46,8 @@ class Transformer(nn.Module):
         self.head = nn.Linear(256, 128)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embedding(tokens) + self.positions))
+        outputs: Tensor = self.head(self.encoder(self.embedding(tokens) + self.positions))
+        return outputs
 
 
 class Block(nn.Module):
@@ -81,23 +92,19 @@ def many_small() -> nn.Module:
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(500)))
 
 
+def _images(num: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(num, 3, 32, 32), torch.randint(10, (num,))
+
+
+def _tokens(num: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(128, (num, 64)), torch.randint(128, (num, 64))
+
+
 WORKLOADS = {
-    "mlp": Workload(
-        "MLP, 6.4 M x batch 32", mlp, lambda: (torch.randn(32, 1024), torch.randint(512, (32,))), 8
-    ),
-    "transformer": Workload(
-        "transformer, 3.3 M x batch 16 x 64",
-        Transformer,
-        lambda: (torch.randint(128, (16, 64)), torch.randint(128, (16, 64))),
-        3,
-    ),
-    "resnet": Workload(
-        "ResNet-18, 11.2 M x batch 16 x 32 x 32",
-        resnet18,
-        lambda: (torch.randn(16, 3, 32, 32), torch.randint(10, (16,))),
-        1,
-    ),
+    "mlp": Workload("MLP, 6.4 M x batch 32", mlp, lambda: (torch.randn(32, 1024), torch.randint(512, (32,)))),
+    "transformer": Workload("transformer, 3.3 M x batch 16 x 64", Transformer, lambda: _tokens(16)),
+    "resnet": Workload("ResNet-18, 11.2 M x batch 16 x 32 x 32", resnet18, lambda: _images(16)),
     "small": Workload(
-        "1,000 parameters of 16 to 256", many_small, lambda: (torch.randn(8, 16), torch.randint(16, (8,))), 3
+        "1,000 parameters of 16 to 256", many_small, lambda: (torch.randn(8, 16), torch.randint(16, (8,)))
     ),
 }

@@ -1,0 +1,1 @@
+"""`samestep bench`: how long a step takes, and how far it is from one without synchronising."""
