@@ -45,10 +45,11 @@ check: lint types test suite ## lint, types and tests: what CI runs
 conformance: $(READY) ## the same with torch's class too, on 2 and 3 ranks; writes docs/conformance.md (5 min)
 	@$(BIN)/python -m tests.conformance.ddp_suite --write-docs
 
-bench: $(READY) ## time steps, collectives, the sampler, the allocator; writes docs/benchmarks.md (20 min, idle machine)
+bench: $(READY) ## time steps, collectives, start, sampler, allocator; writes docs/benchmarks.md (20 min, idle machine)
 	@$(BIN)/samestep run --nproc 2 benchmarks/step.py --shm --page docs/benchmarks.md
 	@$(BIN)/python benchmarks/collectives.py --page docs/benchmarks.md
 	@$(BIN)/python benchmarks/collectives.py --ranks 4 --page docs/benchmarks.md
+	@$(BIN)/python benchmarks/start.py --page docs/benchmarks.md
 	@$(BIN)/python benchmarks/sampler.py --page docs/benchmarks.md
 	@$(BIN)/python benchmarks/allocator.py --page docs/benchmarks.md
 

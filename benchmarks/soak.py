@@ -30,6 +30,7 @@ REDUCE_OPS = [dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.Redu
 NUMELS = [0, 1, 2, 15, 16, 17, 1000, 16_384, 16_385, 70_000, 200_000]
 WEIGHTS = [1, 4, 4, 4, 4, 4, 8, 2, 2, 1, 1]
 IN_FLIGHT = 6
+SHOW_EVERY = 20_000
 Groups = list[tuple[list[int], Any, Any]]  # (ranks, group over "shm", group over Gloo)
 
 
@@ -71,7 +72,11 @@ def mixed(num_collectives: int, seed: int) -> None:
     ]
     draw, own = random.Random(seed), random.Random(seed + rank)
     pending: list[Callable[[], None]] = []
+    started_s = time.monotonic()
     for number in range(num_collectives):
+        if rank == 0 and number and number % SHOW_EVERY == 0:
+            took_s = time.monotonic() - started_s
+            print(f"{number} of {num_collectives} over {num_ranks} ranks, {took_s:.0f} s", flush=True)
         ranks, shm, gloo = draw.choice(groups)
         kind = draw.choice(list(KINDS))
         step = random.Random(draw.random())
