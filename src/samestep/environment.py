@@ -24,7 +24,8 @@ class Environment:
     master_addr: str | None = None  # None: a world of one, no store is needed
     master_port: int | None = None
     one_host: bool = True  # all ranks are known to be on this host
-    launcher: str = "none"  # "torchrun" (its variables, whoever set them), "slurm" or "none"
+    # "torchrun" (its variables, whoever set them), "slurm", "arguments" (of init_process_group) or "none"
+    launcher: str = "none"
     run_id: str | None = None
     restart_count: int = 0
 
@@ -42,6 +43,27 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     if _is_slurm_step(variables):
         return _from_slurm(variables)
     return Environment()
+
+
+def environment_of_arguments(
+    rank: int, world_size: int, *, local_rank: int, variables: Mapping[str, str] = os.environ
+) -> Environment:
+    """The `Environment` of a process that only its script numbers (`torch.multiprocessing.spawn`).
+
+    Raises:
+        LaunchError: MASTER_ADDR is set without a MASTER_PORT.
+    """
+    master_addr = variables.get("MASTER_ADDR")
+    return Environment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=world_size,
+        one_host=world_size == 1 or (master_addr is not None and is_loopback(master_addr)),
+        master_addr=master_addr,
+        master_port=None if master_addr is None else _integer(variables, "MASTER_PORT"),
+        launcher="arguments",
+    )
 
 
 def is_loopback(host: str) -> bool:
@@ -186,7 +208,7 @@ def _integer(variables: Mapping[str, str], name: str, *, default: int | None = N
         if default is None:
             raise LaunchError(
                 f"{name} is not set although other launcher variables are: start the script with "
-                "`samestep run` or torchrun, or unset RANK and WORLD_SIZE for a world of one"
+                "`samestep run` or torchrun, set it too, or unset them all for a world of one"
             )
         return default
     try:

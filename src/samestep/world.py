@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -23,7 +24,7 @@ from torch.distributed import HashStore, Store
 
 from samestep import at_exit as at_exit  # from here on this process ends cleanly
 from samestep import collectives, shm
-from samestep.environment import Environment, is_loopback, read_environment
+from samestep.environment import Environment, environment_of_arguments, is_loopback, read_environment
 from samestep.errors import WorldError
 
 __all__ = [
@@ -90,6 +91,8 @@ def init_process_group(
         )
     environment = read_environment()
     _check_against_environment(environment, rank, world_size, explicit=store is not None)
+    if environment.launcher == "none" and rank >= 0:
+        environment = environment_of_arguments(rank, world_size, local_rank=_local_rank_of(rank))
     is_one_host = world_size == 1 or _is_one_host(environment, init_method, store)
     backend = backend or _default_backend(is_one_host)
     if "shm" in backend:
@@ -101,25 +104,20 @@ def init_process_group(
         # One host: nothing need listen on an outside interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
-    place: dict[str, Any]
+    place: dict[str, Any] = {"rank": environment.rank, "world_size": environment.world_size}
     if store is not None:
-        place = {"store": store, "rank": rank, "world_size": world_size}
+        place["store"] = store
     elif init_method is not None and not init_method.startswith("env://"):
-        place = {
-            "init_method": init_method,
-            "rank": rank if rank >= 0 else environment.rank,
-            "world_size": world_size if world_size >= 0 else environment.world_size,
-        }
-    elif environment.launcher == "torchrun":
-        place = {"init_method": "env://"}
-    elif environment.launcher == "none":
-        place = {"store": HashStore(), "rank": 0, "world_size": 1}
+        place["init_method"] = init_method
+    elif environment.master_addr is not None:
+        place["init_method"] = _master(environment)
+    elif environment.world_size == 1:
+        place["store"] = HashStore()
     else:
-        place = {
-            "init_method": f"tcp://{environment.master_addr}:{environment.master_port}",
-            "rank": environment.rank,
-            "world_size": environment.world_size,
-        }
+        raise WorldError(
+            f"rank {rank} of {world_size} does not know where to meet the others: set MASTER_ADDR and "
+            "MASTER_PORT, give init_method or store, or start the script with `samestep run`"
+        )
     dist.init_process_group(backend, timeout=timeout or DEFAULT_TIMEOUT, **place, **torch_options)
 
 
@@ -156,8 +154,7 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 
 def get_local_rank() -> int:
     """This process's rank among those of its host: the index of its device."""
-    default_group()
-    return read_environment().local_rank
+    return _standing().local_rank
 
 
 def is_main() -> bool:
@@ -167,8 +164,8 @@ def is_main() -> bool:
 
 def device() -> torch.device:
     """The one device this rank trains on: its own accelerator, or the CPU with a CPU backend (Gloo)."""
-    default_group()
-    return _device_for(dist.get_backend_config(), read_environment())
+    standing = _standing()
+    return _device_for(dist.get_backend_config(), standing)
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
@@ -318,13 +315,39 @@ def _seed_everything(sequence: np.random.SeedSequence) -> None:
     torch.manual_seed(int(words[2]) >> 1)  # torch's seeds are signed
 
 
+def _local_rank_of(rank: int) -> int:
+    """Where no launcher says it: ranks fill one host's accelerators after the other's."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return rank if accelerator is None else rank % torch.accelerator.device_count()
+
+
+def _standing() -> Environment:
+    """Where this process stands, once there is a group."""
+    environment = read_environment()
+    group = default_group()
+    if environment.launcher != "none" or group.size() == 1:
+        return environment
+    return replace(environment, rank=group.rank(), local_rank=_local_rank_of(group.rank()))
+
+
+def _master(environment: Environment) -> str:
+    """What torch is told of the place where ranks meet.
+
+    torchrun may have made the store already, which torch learns from more variables: it reads them itself.
+    """
+    if environment.launcher == "torchrun":
+        return "env://"
+    host = f"[{environment.master_addr}]" if ":" in str(environment.master_addr) else environment.master_addr
+    return f"tcp://{host}:{environment.master_port}"
+
+
 def _is_one_host(environment: Environment, init_method: str | None, store: Store | None) -> bool:
     """Whether all ranks are known to be on this host; every rank finds the same."""
-    if environment.launcher != "none":
+    if environment.launcher in ("torchrun", "slurm"):
         return environment.one_host
     if init_method is not None and not init_method.startswith("env://"):
         return is_loopback(urlsplit(init_method).hostname or "")
-    return store is None
+    return store is None and environment.one_host
 
 
 def _default_backend(is_one_host: bool) -> str:

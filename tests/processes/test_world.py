@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import time
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import samestep
 from samestep import shm
 from samestep.errors import LaunchError, WorldError
+from samestep.observe.bars import _Silent
 from samestep.testing import process_ranks
 from samestep.world import abort_process_group
 
@@ -118,6 +120,37 @@ def _default_backends(init_method: str) -> tuple[str, str, str]:
 def test_the_default_is_shm_where_all_ranks_are_known_to_be_on_one_host(tmp_path: object) -> None:
     expected = ("shm" if shm.is_available() else "gloo", "gloo", "shm" if shm.is_available() else "gloo")
     assert process_ranks(_default_backends, 2, f"file://{tmp_path}/store") == [expected] * 2
+
+
+def _spawned_by_a_script(port: int) -> tuple[int, int, int, str]:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _alone()
+    with pytest.raises(WorldError, match=f"rank {rank} of 2 does not know where to meet the others"):
+        samestep.init_process_group(rank=rank, world_size=world_size)
+    os.environ["MASTER_ADDR"] = "localhost"
+    with pytest.raises(LaunchError, match="MASTER_PORT is not set"):
+        samestep.init_process_group(rank=rank, world_size=world_size)
+    os.environ["MASTER_PORT"] = str(port)
+    samestep.init_process_group(rank=rank, world_size=world_size)
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    assert total.item() == 3.0
+    assert samestep.is_main() is (rank == 0)
+    bar = samestep.progress([1, 2])
+    assert isinstance(bar._display, _Silent) is (rank == 1)
+    found = samestep.get_rank(), samestep.get_world_size(), samestep.get_local_rank(), dist.get_backend()
+    samestep.destroy_process_group()
+    return found
+
+
+def test_ranks_that_only_their_script_numbers() -> None:
+    """As torch's tutorial has it: multiprocessing.spawn, MASTER_ADDR and MASTER_PORT, rank and world_size."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    zero, one = process_ranks(_spawned_by_a_script, 2, port)
+    backend = zero[3]
+    assert (zero, one) == ((0, 2, 0, backend), (1, 2, 1, backend))
 
 
 def _in_a_world() -> tuple[object, ...]:

@@ -138,15 +138,23 @@ def progress(
         iterable: what to go through.
         description: a few words before the bar.
         total: number of items. Default: the iterable's length, if it has one.
-        rank: which rank this is. Default: what the launcher's variables say.
+        rank: which rank this is. Default: what the process group says, or else the launcher's variables.
     """
     if total is None and iterable is not None:
         # Generators have no length, and loaders over a stream raise TypeError when asked for theirs.
         known = operator.length_hint(iterable, -1)
         total = known if known >= 0 else None
-    is_shown = (read_environment().rank if rank is None else rank) == 0
+    is_shown = (_own_rank() if rank is None else rank) == 0
     display = _choose_display() if is_shown else _Silent()
     return Progress(() if iterable is None else iterable, description, total, display)
+
+
+def _own_rank() -> int:
+    # Whoever has a process group has imported this: a bar alone does not import torch.
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return int(dist.get_rank())
+    return read_environment().rank
 
 
 class _Display(Protocol):
