@@ -26,6 +26,7 @@ from samestep import at_exit as at_exit  # from here on this process ends cleanl
 from samestep import collectives, shm
 from samestep.environment import Environment, environment_of_arguments, is_loopback, read_environment
 from samestep.errors import WorldError
+from samestep.virtual import VirtualRanks, virtual_ranks
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -213,12 +214,27 @@ class World:
     with `seed`, equally on all ranks, so that a model or a split of the data drawn now is the same
     everywhere. Call `seed_ranks()` after that to give each rank random numbers of its own.
 
+    With `virtual_size=V` the run is defined by V virtual ranks and the seed, and any number of processes up
+    to V plays it: after every step parameters, buffers and optimizer state are the same bits, whatever that
+    number (docs/sameness.md says what else must be equal). Then take batches from `samestep.data`'s loader,
+    which plays this process's virtual ranks in turn:
+
+        for step in loader:
+            for batch in step:
+                loss_fn(model(batch.x), batch.y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
     Ranks: all enter; on success all leave.
 
     Args:
-        backend: as for `init_process_group`.
         seed: of the random streams; None leaves them alone.
+        backend: as for `init_process_group`.
         timeout: how long a collective may wait for other ranks.
+        virtual_size: V; None: one virtual rank per process, and results depend on their number.
+
+    Raises:
+        WorldError: there are more processes than virtual ranks, or virtual ranks without a seed.
     """
 
     def __init__(
@@ -227,15 +243,31 @@ class World:
         seed: int | None = 0,
         backend: str | None = None,
         timeout: timedelta | None = None,
+        virtual_size: int | None = None,
     ) -> None:
         if seed is not None and seed < 0:
             raise WorldError(f"seed={seed} is negative: seeds are whole numbers from 0")
+        if virtual_size is not None and virtual_size < 1:
+            raise WorldError(f"virtual_size={virtual_size}: a run has at least 1 virtual rank")
+        if virtual_size is not None and seed is None:
+            raise WorldError(
+                f"virtual_size={virtual_size} needs a seed: the virtual ranks' random streams come from it"
+            )
         self.seed = seed
+        self.virtual_size = virtual_size
         self._backend = backend
         self._timeout = timeout
 
     def __enter__(self) -> World:
         init_process_group(self._backend, timeout=self._timeout)
+        try:
+            virtual = VirtualRanks(
+                self.rank, self.size, virtual_size=self.virtual_size, seed=self.seed, device=self.device
+            )
+        except WorldError:  # on all ranks alike
+            destroy_process_group()
+            raise
+        virtual_ranks(self.group, attach=virtual)
         if self.seed is not None:
             _seed_everything(np.random.SeedSequence(self.seed))
         return self
@@ -277,6 +309,11 @@ class World:
     def size(self) -> int:
         """The number of ranks."""
         return self.group.size()
+
+    @property
+    def virtual(self) -> VirtualRanks:
+        """The virtual ranks, and which of them this process plays."""
+        return virtual_ranks(self.group)
 
     @property
     def is_main(self) -> bool:

@@ -224,3 +224,26 @@ def test_no_rank_waits_for_one_that_failed(tmp_path: object, backend: str, error
     assert one[0] == "ZeroDivisionError"
     assert zero[0] == error
     assert zero[1] < 20
+
+
+def _virtual() -> tuple[object, ...]:
+    _alone()
+    with samestep.World(virtual_size=3, seed=5) as world:
+        mine = world.virtual
+        with mine.play(0, 0):
+            drawn = torch.rand(1).item()
+        with mine.play(1, 0):
+            assert torch.rand(1).item() != drawn
+        return tuple(mine.block), mine.seed, mine.is_fixed
+
+
+def test_a_world_has_virtual_ranks() -> None:
+    assert process_ranks(_virtual, 1) == [((0, 3), 5, True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"virtual_size": 0}, "at least 1"), ({"seed": None}, "seed")]
+)
+def test_virtual_ranks_that_cannot_be(options: dict[str, int | None], message: str) -> None:
+    with pytest.raises(WorldError, match=message):
+        samestep.World(**{"virtual_size": 2, **options})  # type: ignore[arg-type]
