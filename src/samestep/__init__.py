@@ -14,12 +14,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from samestep import checkpoint as checkpoint
     from samestep.data import DistributedSampler as DistributedSampler
+    from samestep.data import WeightedSampler as WeightedSampler
     from samestep.gradients import DistributedDataParallel as DistributedDataParallel
     from samestep.observe import progress as progress
     from samestep.world import World as World
     from samestep.world import barrier as barrier
     from samestep.world import destroy_process_group as destroy_process_group
     from samestep.world import device as device
+    from samestep.world import gather as gather
     from samestep.world import get_local_rank as get_local_rank
     from samestep.world import get_rank as get_rank
     from samestep.world import get_world_size as get_world_size
@@ -33,11 +35,13 @@ _HOME_OF = {
     "DDP": ("samestep.gradients", "DistributedDataParallel"),
     "DistributedDataParallel": ("samestep.gradients", "DistributedDataParallel"),
     "DistributedSampler": ("samestep.data", "DistributedSampler"),
+    "WeightedSampler": ("samestep.data", "WeightedSampler"),
     "World": ("samestep.world", "World"),
     "barrier": ("samestep.world", "barrier"),
     "checkpoint": ("samestep.checkpoint", None),
     "destroy_process_group": ("samestep.world", "destroy_process_group"),
     "device": ("samestep.world", "device"),
+    "gather": ("samestep.world", "gather"),
     "get_local_rank": ("samestep.world", "get_local_rank"),
     "get_rank": ("samestep.world", "get_rank"),
     "get_world_size": ("samestep.world", "get_world_size"),

@@ -22,6 +22,7 @@ __all__ = [
     "device_of",
     "empty_for_reduction",
     "exchange_json",
+    "gather",
     "gather_bytes",
 ]
 
@@ -76,6 +77,19 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Ten
     rows = [torch.empty_like(tensor) for _ in range(group.size())]
     group.allgather([rows], [tensor.contiguous()]).wait()
     return rows
+
+
+def gather(tensor: torch.Tensor, group: dist.ProcessGroup, *, dst: int = 0) -> list[torch.Tensor] | None:
+    """The `tensor` of every rank, in rank order, on rank `dst`; None on the others.
+
+    Ranks: all, with equal shape and dtype; `dst` is a rank in `group`.
+    """
+    receives = group.rank() == dst
+    rows = [torch.empty_like(tensor) for _ in range(group.size())] if receives else []
+    options = dist.GatherOptions()
+    options.rootRank = dst
+    group.gather([rows] if receives else [], [tensor.contiguous()], options).wait()
+    return rows if receives else None
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, *, src: int = 0) -> Work:

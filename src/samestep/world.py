@@ -26,6 +26,8 @@ from samestep import at_exit as at_exit  # from here on this process ends cleanl
 from samestep import collectives, shm
 from samestep.environment import Environment, environment_of_arguments, is_loopback, read_environment
 from samestep.errors import WorldError
+from samestep.gathering import SharesRows
+from samestep.gathering import gather as _gather
 from samestep.virtual import VirtualRanks, virtual_ranks
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "default_group",
     "destroy_process_group",
     "device",
+    "gather",
     "get_local_rank",
     "get_rank",
     "get_world_size",
@@ -175,6 +178,44 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
     Ranks: all of `group`.
     """
     collectives.barrier(group or default_group())
+
+
+def gather(
+    value: Any,
+    *,
+    of: SharesRows | None = None,
+    dst: int | None = None,
+    pad: float | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """The rows of `value` of all ranks, in the order of the data set: what a metric needs.
+
+        scores, labels = [], []
+        for x, y in loader:  # each sample once, on some rank
+            scores.append(model(x))
+            labels.append(y)
+        scores, labels = samestep.gather((scores, labels), of=loader)
+
+    `value` is a tensor or array with one row per sample, a list of such for one batch after the other, a
+    number (one row), or dicts and tuples of these, nested as you like. Ranks may have different numbers of
+    rows, or none: a rank that ran no batch hands in empty lists. What comes back has the same structure, each
+    list being one tensor (an array where there were arrays), on the device of this rank's own rows.
+
+    Ranks: all of `group`, with the same structure, dtypes and shapes of rows.
+
+    Args:
+        value: this rank's results, in the order in which it was handed the samples.
+        of: the `DistributedSampler` or `DataLoader` that handed them out. Rows are then in the data set's
+            order, and a sample that padding repeated is there once. Default: rank after rank.
+        dst: only this rank gets the result, the others None. Default: all do.
+        pad: where rows differ in shape (sentences of different lengths), fill them up with this value.
+        group: the ranks; default: the world.
+
+    Raises:
+        DataError: on all ranks alike: something cannot be gathered, the ranks' structures, dtypes or shapes
+            differ, or there are more rows than samples; the message says where.
+    """
+    return _gather(value, group or default_group(), of=of, dst=dst, pad=pad)
 
 
 def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
@@ -331,6 +372,20 @@ class World:
         Ranks: all.
         """
         barrier()
+
+    def gather(
+        self,
+        value: Any,
+        *,
+        of: SharesRows | None = None,
+        dst: int | None = None,
+        pad: float | None = None,
+    ) -> Any:
+        """As `samestep.gather`.
+
+        Ranks: all.
+        """
+        return gather(value, of=of, dst=dst, pad=pad)
 
     def seed_ranks(self) -> None:
         """From here on each rank draws random numbers (dropout, augmentation) of its own.

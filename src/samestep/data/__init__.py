@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from samestep.data.sampler import DistributedSampler, Mode
+from samestep.data.weighted import WeightedSampler
 
-__all__ = ["DistributedSampler", "Mode"]
+__all__ = ["DistributedSampler", "Mode", "WeightedSampler"]

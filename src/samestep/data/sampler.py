@@ -8,17 +8,18 @@ each, exactly the first k * W positions are taken, and the rest can be dealt ane
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from itertools import chain
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch.distributed as dist
 from torch.utils.data import Dataset, Sampler
 
 from samestep import world
 from samestep.data import permutation
-from samestep.data.permutation import Permutation
+from samestep.data.orders import Orders, Sequential, Shuffled
 from samestep.environment import read_environment
 from samestep.errors import DataError
 
@@ -100,6 +101,7 @@ class DistributedSampler(Sampler[int]):
         self.drop_last = self.mode == "drop"
         self._length = _length(dataset)
         _check_length(self._length, self.num_replicas, self.mode)
+        self._orders: Orders = Shuffled(self._length, self.seed) if shuffle else Sequential(self._length)
         self._current: _Iteration | None = None  # the one under way, or the last one
         self._next_epoch = 0
         self._next_start = 0  # the position the next iteration starts at: not 0 only after a resume
@@ -205,6 +207,31 @@ class DistributedSampler(Sampler[int]):
         self._current = None
         self._next_epoch, self._next_start = epoch, position
 
+    def rows_by_rank(self, num_rows: Sequence[int]) -> list[npt.NDArray[np.int64]]:
+        """For each rank, which samples the first `num_rows[rank]` were that it was handed; for `gather`.
+
+        They are data set indices, unless samples may be drawn repeatedly: then positions in the order.
+
+        Raises:
+            DataError: a rank has more rows than it was handed samples.
+        """
+        if len(num_rows) != self.num_replicas:
+            raise DataError(f"{len(num_rows)} ranks gather what a sampler dealt to {self.num_replicas}")
+        epoch, start = (self._next_epoch, 0) if self._current is None else (self.epoch, self._current.start)
+        order = self._orders.of(epoch)
+        rows = []
+        for rank, count in enumerate(num_rows):
+            share = range(start + rank, self._stop(start), self.num_replicas)
+            if count > len(share):
+                raise DataError(
+                    f"rank {rank} gathers {count} rows and was handed {len(share)} samples in epoch {epoch}: "
+                    "gather what one pass over the data gave, each sample once"
+                )
+            positions = np.arange(share.start, share.stop, share.step, dtype=np.uint64)[:count]
+            positions %= np.uint64(self._length)
+            rows.append(positions.view(np.int64) if self._orders.repeats else order(positions))
+        return rows
+
     def _stop(self, start: int) -> int:
         """The position after the last one that all ranks together take, beginning at `start`."""
         remaining = self._length - start
@@ -226,15 +253,14 @@ class DistributedSampler(Sampler[int]):
             )
         here = self._current = _Iteration(self._next_epoch, self._next_start)
         self._next_epoch, self._next_start = here.epoch + 1, 0
-        order = Permutation(self._length, seed=self.seed, epoch=here.epoch) if self.shuffle else None
+        order = self._orders.of(here.epoch)
         share = self._share(here.start)
         for first in range(0, len(share), _BLOCK_LENGTH):
             block = share[first : first + _BLOCK_LENGTH]
             positions = np.arange(block.start, block.stop, block.step, dtype=np.uint64)
             if block[-1] >= self._length:  # padding: from the start of the order again
                 positions %= np.uint64(self._length)
-            indices = positions if order is None else order(positions)
-            yield here.hand_out(indices.tolist())
+            yield here.hand_out(order(positions).tolist())
 
 
 class _Iteration:
