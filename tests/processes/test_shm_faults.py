@@ -299,6 +299,27 @@ def test_nothing_is_left_of_a_destroyed_group():
     assert process_ranks(made_and_destroyed, 2) == [0, 0]
 
 
+def own_memory_mb():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) / 1024
+
+
+def many_shapes():
+    group = shm_group()
+    tensor = torch.ones(400_000)
+    for _ in range(2):
+        dist.all_reduce(tensor, group=group)
+        dist.reduce_scatter_single(torch.empty(100_000), tensor, group=group)
+    before_mb = own_memory_mb()
+    for numel in range(300_000, 300_064):
+        dist.all_reduce(tensor[:numel], group=group)
+    assert own_memory_mb() - before_mb < 16
+
+
+def test_each_new_shape_takes_no_memory_of_its_own():
+    process_ranks(many_shapes, 4)
+
+
 def little_memory(limit_bytes):
     """A file size limit makes reserving shared memory fail as a full one would."""
     if dist.get_rank() == 1:

@@ -58,7 +58,7 @@ class AllReduce:
         self._whole = few_ranks or self._num_bytes <= _WHOLE_BYTES
         self.is_small = self._whole and len(self._chunks) == 1
         longest = min(self._numel, chunk_bytes // dtype.itemsize)
-        self._scratch = [torch.empty(longest, dtype=dtype) for _ in range(reduction.num_scratch)]
+        self._scratch = exchange.scratch(reduction.num_scratch, dtype, longest)
         self._shaped: dict[int, tuple[torch.Tensor, ...]] = {}
         self._shaped_scratch = [s.view(shape) for s in self._scratch] if self.is_small else []
 

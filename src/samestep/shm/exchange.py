@@ -97,6 +97,17 @@ class Exchange:
         self._turns: deque[int] = deque()
         self._in_flight: list[int] = []
         self._views: dict[tuple[int, int, torch.dtype, int, int], torch.Tensor] = {}
+        self._scratch: list[torch.Tensor] = []
+
+    def scratch(self, num_tensors: int, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
+        """Flat tensors to reduce in, of at most `stage_bytes` each.
+
+        Memory: shared by all operations, so their values last until the one that uses them next waits.
+        """
+        while len(self._scratch) < num_tensors:
+            self._scratch.append(torch.empty(self.stage_bytes, dtype=torch.uint8))
+        num_bytes = numel * dtype.itemsize
+        return [memory[:num_bytes].view(dtype) for memory in self._scratch[:num_tensors]]
 
     def join(self, sequence: int) -> None:
         """Collective number `sequence` has been issued: it is in flight, and has its turn at the stages."""

@@ -113,10 +113,8 @@ def reduce_scatter(
     """
     num_ranks = exchange.num_ranks
     operands: list[torch.Tensor] = [_NOTHING] * num_ranks
-    scratch = [
-        torch.empty(min(out.numel(), _share_bytes(exchange) // out.itemsize), dtype=out.dtype)
-        for _ in range(reduction.num_scratch)
-    ]
+    longest = min(out.numel(), _share_bytes(exchange) // out.itemsize)
+    scratch = exchange.scratch(reduction.num_scratch, out.dtype, longest)
 
     def take(peer: int, start: int, stop: int, shown: torch.Tensor) -> None:
         operands[peer] = shown
