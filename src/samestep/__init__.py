@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from samestep.data import WeightedSampler as WeightedSampler
     from samestep.gradients import DistributedDataParallel as DistributedDataParallel
     from samestep.observe import progress as progress
+    from samestep.optim import ShardedOptimizer as ShardedOptimizer
     from samestep.world import World as World
     from samestep.world import barrier as barrier
     from samestep.world import destroy_process_group as destroy_process_group
@@ -36,6 +37,7 @@ _HOME_OF = {
     "DistributedDataParallel": ("samestep.gradients", "DistributedDataParallel"),
     "DistributedSampler": ("samestep.data", "DistributedSampler"),
     "WeightedSampler": ("samestep.data", "WeightedSampler"),
+    "ShardedOptimizer": ("samestep.optim", "ShardedOptimizer"),
     "World": ("samestep.world", "World"),
     "barrier": ("samestep.world", "barrier"),
     "checkpoint": ("samestep.checkpoint", None),

@@ -6,12 +6,16 @@ up in module-level tables, which groups of thread ranks (tests) and of re-formed
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from samestep.tree import tree_sum
 
 __all__ = [
     "Work",
@@ -24,6 +28,8 @@ __all__ = [
     "exchange_json",
     "gather",
     "gather_bytes",
+    "gather_slices",
+    "reduce_slices",
 ]
 
 Work = dist.Work
@@ -67,6 +73,63 @@ def empty_for_reduction(
         return torch.empty(numel, dtype=dtype, device=device)
     shared: torch.Tensor = share(numel, dtype)
     return shared
+
+
+class Works:
+    """Several works as one, and what is to be done when they are done."""
+
+    def __init__(self, works: Sequence[Any], then: Callable[[], object] | None = None) -> None:
+        self._works = works
+        self._then = then
+
+    def wait(self) -> None:
+        """Return when all are done."""
+        for work in self._works:
+            work.wait()
+        self._works = ()
+        if self._then is not None:
+            self._then()
+            self._then = None
+
+
+def reduce_slices(flat: torch.Tensor, cuts: Sequence[int], group: dist.ProcessGroup) -> Any:
+    """This rank's slice of `flat` becomes the sum of all ranks' slices there, once the work is waited for.
+
+    On CPUs it is summed along the tree (tree.py).
+
+    Ranks: all, with equal shape, dtype and cuts; rank r's slice is from `cuts[r]` to `cuts[r + 1]`.
+    Memory: the rest of `flat` is undefined afterwards. Over "shm", `flat` must be of `empty_for_reduction`.
+    """
+    in_place = getattr(group, "reduce_slices", None)
+    if in_place is not None:
+        return in_place(flat, list(cuts))
+    sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
+    rank = group.rank()
+    own = flat[cuts[rank] : cuts[rank + 1]]
+    if flat.device.type != "cpu":
+        return group.reduce_scatter([own], [list(flat.split(sizes))])
+    shown = flat.new_empty(sizes[rank] * len(sizes))
+    work = group.alltoall_base(shown, flat, [sizes[rank]] * len(sizes), sizes)
+
+    if not own.numel():
+        return work
+
+    def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return left.add_(right)
+
+    return Works([work], lambda: own.copy_(tree_sum(shown.split(sizes[rank]), add)))
+
+
+def gather_slices(flat: torch.Tensor, cuts: Sequence[int], group: dist.ProcessGroup) -> Any:
+    """Each rank's slice of `flat` becomes that rank's, in place, once the returned work is waited for.
+
+    Ranks: all, with equal shape, dtype and cuts. Over "shm", `flat` must be of `empty_for_reduction`.
+    """
+    in_place = getattr(group, "gather_slices", None)
+    if in_place is not None:
+        return in_place(flat, list(cuts))
+    slices = [(rank, flat[start:stop]) for rank, (start, stop) in enumerate(itertools.pairwise(cuts))]
+    return Works([broadcast(part, group, src=rank) for rank, part in slices if part.numel()])
 
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:

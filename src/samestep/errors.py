@@ -31,6 +31,10 @@ class GradientError(SamestepError, RuntimeError):
     """A gradient cannot be synchronised as the script asks; the message says what can."""
 
 
+class OptimizerError(SamestepError, RuntimeError):
+    """An optimizer cannot be sharded as the script asks; the message says what can."""
+
+
 class DataError(SamestepError, ValueError):
     """A data set, sampler or its saved state does not fit the run."""
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from samestep.collectives import empty_for_reduction
 from samestep.gradients.buckets import BucketPlan
+from samestep.gradients.sliced import SlicedGradient
 
-__all__ = ["Bucket", "Slot", "make_buckets"]
+__all__ = ["Bucket", "Slot", "make_buckets", "view_like"]
 
 _SMALL_NUMEL = 32 * 1024
 
@@ -30,6 +31,7 @@ class Slot:
         "node",
         "param",
         "released",
+        "sliced",
         "used",
         "view",
     )
@@ -42,6 +44,7 @@ class Slot:
         self.node = torch.autograd.graph.get_gradient_edge(param).node
         self.bucket: Bucket | None = None  # None: its gradient is sparse and travels outside of buckets
         self.view: Tensor | None = None  # its part of the bucket's buffer, shaped and strided like it
+        self.sliced: SlicedGradient | None = None  # its gradient while this rank has only a slice of it
         self.firings = 0  # how often the running backward has added to its gradient
         self.expected = 1  # after how many firings its gradient is complete
         self.nested = False  # it has fired in a backward inside of the backward (re-entrant checkpointing)
@@ -143,14 +146,14 @@ def make_buckets(
         offset = 0
         for slot in ours:
             slot.bucket = bucket
-            slot.view = _view_like(slot.param, buffer, offset)
+            slot.view = view_like(slot.param, buffer, offset)
             offset += slot.param.numel()
         bucket.reset()
         buckets.append(bucket)
     return buckets
 
 
-def _view_like(param: Tensor, buffer: Tensor, offset: int) -> Tensor:
+def view_like(param: Tensor, buffer: Tensor, offset: int) -> Tensor:
     """The part of `buffer` from `offset` on, with the strides of `param` if those leave no gaps."""
     # set_() and not as_strided(): the result shares memory with the buffer but is no view to autograd,
     # so that whatever may be done to a gradient (detach_, in-place updates in a graph) may be done to it.

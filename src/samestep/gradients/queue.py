@@ -9,7 +9,7 @@ and so every sum, does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class BucketQueue:
         self.order = list(range(len(buckets)))
         self.hook: tuple[Any, CommunicationHook] | None = None
         self.num_early = 0  # buckets that went out before the end of their backward, so far
+        self._cuts: dict[int, Sequence[int]] = {}  # of the buckets that are reduce-scattered
         self._num_rides = num_rides
         self._group = group
         self._facts = facts
@@ -64,7 +65,7 @@ class BucketQueue:
         self._where = where
         self._next = 0  # position in the order of the bucket to go out next
         self._in_flight: list[tuple[Bucket | None, Any]] = []  # None: the rides, alone
-        # The rides travel in the last bucket, or alone where a hook or a narrow dtype forbids that.
+        # The rides travel in the last bucket, or alone where a hook, a narrow dtype or slices forbid that.
         self._alone: Tensor | None = None
         self._choose_carrier()
 
@@ -72,6 +73,22 @@ class BucketQueue:
         """Buckets are given to `hook(state, bucket)` instead of being all-reduced."""
         self.hook = (state, hook)
         self._choose_carrier()
+
+    def scatter(self, cuts: Mapping[int, Sequence[int]]) -> None:
+        """The buckets numbered in `cuts` are reduce-scattered from now on: each rank has its slice alone.
+
+        A communication hook is given them whole all the same.
+        """
+        self._cuts = dict(cuts) if self._group.size() > 1 else {}
+        self._choose_carrier()
+
+    def is_scattered(self, bucket: Bucket) -> bool:
+        """Whether only this rank's slice of the bucket is reduced."""
+        return self.hook is None and bucket.index in self._cuts
+
+    def gather(self, bucket: Bucket) -> Any:
+        """All ranks' slices of a scattered bucket come together; returns a work."""
+        return collectives.gather_slices(bucket.gradients, self._cuts[bucket.index], self._group)
 
     def reset(self) -> None:
         """A backward begins: nothing has fired, nothing is under way."""
@@ -142,6 +159,8 @@ class BucketQueue:
             return
         if self.hook is not None:
             work = self._call_hook(bucket, position)
+        elif bucket.index in self._cuts:
+            work = collectives.reduce_slices(bucket.gradients, self._cuts[bucket.index], self._group)
         elif position == len(self.order) - 1 and self._alone is None:
             used, items = self._facts()
             write_rides(bucket.rides, used, items, abandoned)
@@ -190,7 +209,8 @@ class BucketQueue:
 
     def _choose_carrier(self) -> None:
         last = self.buckets[self.order[-1]] if self.buckets else None
-        if self.hook is None and last is not None and last.buffer.dtype in CARRIER_DTYPES:
+        whole = last is not None and not self.is_scattered(last)
+        if self.hook is None and whole and last is not None and last.buffer.dtype in CARRIER_DTYPES:
             self._alone = None
         else:
             self._alone = torch.zeros(self._num_rides, device=collectives.device_of(self._group))

@@ -17,7 +17,7 @@ the gradient that they had, None as a rule.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,9 +38,10 @@ from samestep.gradients.hooks import CommunicationHook
 from samestep.gradients.meeting import serial_number
 from samestep.gradients.queue import BucketQueue
 from samestep.gradients.rides import Rides, num_rides, read_rides, write_rides
+from samestep.gradients.sliced import SlicedGradient
 from samestep.gradients.sparse import reduce_sparse
 
-__all__ = ["REDUCTIONS", "Reducer"]
+__all__ = ["REDUCTIONS", "Reducer", "reducer_of"]
 
 REDUCTIONS = ("mean", "sum", "weighted")
 _current_task = torch._C._current_graph_task_id
@@ -80,6 +81,7 @@ class Reducer:
         self.reduction = reduction
         self.divisor = group.size()  # of a mean; fewer where ranks have run out of data (join.py)
         self.num_backwards = 0  # synchronised ones
+        self.sharded_by: Callable[[], Any] | None = None  # a weak reference to a sharded optimizer
         self.is_static = True  # every backward so far has fired the same hooks
         self.error: str | None = None  # a promise that was broken
         self.clock = Clock()
@@ -182,6 +184,45 @@ class Reducer:
         """Whether a backward is under way."""
         return self._watch.running
 
+    def scatter(self, cuts: Mapping[int, Sequence[int]]) -> None:
+        """Of the buckets numbered in `cuts` each rank gets the average of its own slice alone from now on.
+
+        Their parameters' gradients are `SlicedGradient`s after a synchronised backward (sliced.py).
+
+        Ranks: all, with equal cuts, between two backwards.
+        """
+        self.queue.scatter(cuts)
+        rank = self.group.rank()
+        for slot in self.slots:
+            slot.sliced = None
+        for bucket in self.queue.buckets:
+            if not self.queue.is_scattered(bucket):
+                continue
+            first, last = cuts[bucket.index][rank], cuts[bucket.index][rank + 1]
+            offset = 0
+            for slot in bucket.slots:
+                stop = offset + slot.param.numel()
+                part = bucket.gradients[max(first, offset) : max(first, offset, min(last, stop))]
+                assert slot.view is not None
+                slot.sliced = SlicedGradient(slot.param, slot.name, slot.view, part, self.group)
+                offset = stop
+
+    def gather(self) -> None:
+        """Gradients of which this rank had its slice alone are whole.
+
+        Ranks: all, after a synchronised backward.
+        """
+        for work in [self.queue.gather(b) for b in self.queue.buckets if self.queue.is_scattered(b)]:
+            work.wait()
+        for slot in self.slots:
+            if slot.sliced is not None and slot.param.grad is slot.sliced:
+                slot.param.grad = slot.view
+
+    @property
+    def closed(self) -> bool:
+        """Whether another reducer, or none, has taken its place."""
+        return self._closed
+
     def synchronise_now(self) -> None:
         """What was accumulated without synchronising is averaged now, without a backward.
 
@@ -200,7 +241,8 @@ class Reducer:
         """
         self._drop_gradients()
         self.synchronise_now()
-        self._drop_gradients()
+        if self.sharded_by is None:  # else the optimizer has its slice to update, and drops them
+            self._drop_gradients()
 
     def give_up(self) -> None:
         """Take part in a synchronised backward of the other ranks by telling them that it is void.
@@ -295,7 +337,9 @@ class Reducer:
             for bucket in self.queue.buckets:
                 bucket.gradients.mul_(factor)
         for slot, num_used in zip(self.slots, rides.used, strict=True):
-            if num_used and not slot.used and slot.view is not None:
+            if num_used and slot.sliced is not None and self.queue.hook is None:
+                slot.param.grad = slot.sliced
+            elif num_used and not slot.used and slot.view is not None:
                 slot.param.grad = slot.view
 
     def _finish_with_graph(self) -> None:
@@ -417,13 +461,21 @@ def _hook_for(reference: weakref.ref[Reducer], index: int) -> Callable[[Tensor],
     return on_gradient
 
 
-def _retire_former_reducer(parameter: torch.nn.Parameter) -> None:
-    """A module that is wrapped again is the new wrapper's alone, whoever still holds the old one."""
+def reducer_of(parameter: Tensor) -> Reducer | None:
+    """The reducer that synchronises the gradients of `parameter`, if one does."""
     hooks: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     for hook in list(hooks.values()):
-        former = getattr(hook, "reducer", None)
-        if isinstance(former, weakref.ref) and isinstance(reducer := former(), Reducer):
-            reducer.close()
+        reference = getattr(hook, "reducer", None)
+        if isinstance(reference, weakref.ref) and isinstance(reducer := reference(), Reducer):
+            return reducer
+    return None
+
+
+def _retire_former_reducer(parameter: torch.nn.Parameter) -> None:
+    """A module that is wrapped again is the new wrapper's alone, whoever still holds the old one."""
+    former = reducer_of(parameter)
+    if former is not None:
+        former.close()
 
 
 def _forward_to(reference: weakref.ref[BackwardWatch], reaches_parameters: bool, gradient: Tensor) -> None:

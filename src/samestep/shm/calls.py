@@ -14,6 +14,7 @@ from samestep.shm.heap import Heap
 from samestep.shm.moving import barrier, deal, reduce_scatter, share
 from samestep.shm.operation import Progress
 from samestep.shm.reduce import op_name, premultiplier, reduction
+from samestep.shm.slices import gather_slices, reduce_slices
 from samestep.shm.tensors import (
     Back,
     copying_back,
@@ -173,6 +174,24 @@ class Calls:
         """As `reduce_scatter`, of equal parts of one tensor."""
         parts = self._even_parts("reduce_scatter_single", dense(tensor).view(-1), output.numel())
         return self.reduce_scatter(output, parts, op)
+
+    def reduce_slices(self, flat: torch.Tensor, cuts: Sequence[int], op: Any) -> Call:
+        """This rank's slice of `flat`, in shared memory, becomes the reduction of all ranks' slices there."""
+        name = op_name(op)
+        label = label_of(f"reduce_slices({name}) of {describe(flat)}, cut at {list(cuts)}")
+        reducing = reduction(name, flat.dtype, self._size)
+
+        def start(sequence: int) -> Progress:
+            return reduce_slices(self._exchange, self._heap, sequence, label, flat, cuts, reducing)
+
+        return Call(label, start)
+
+    def gather_slices(self, flat: torch.Tensor, cuts: Sequence[int]) -> Call:
+        """Each rank's slice of `flat`, in shared memory, becomes that rank's."""
+        label = label_of(f"gather_slices of {describe(flat)}, cut at {list(cuts)}")
+        return Call(
+            label, lambda sequence: gather_slices(self._exchange, self._heap, sequence, label, flat, cuts)
+        )
 
     def barrier(self, kind: str) -> Call:
         """All ranks have joined."""

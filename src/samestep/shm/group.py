@@ -169,6 +169,23 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 f"{error.strerror}"
             ) from error
 
+    def reduce_slices(self, tensor: torch.Tensor, cuts: list[int]) -> ShmWork:
+        """This rank's slice of a flat tensor of `empty_shared` becomes the sum of all ranks' slices there.
+
+        Ranks: all, with equal shape, dtype and cuts; rank r's slice is from `cuts[r]` to `cuts[r + 1]`.
+
+        Memory: peers read the rest of the tensor until the work is done; it is left as it is.
+        """
+        call = self._calls.reduce_slices(tensor, cuts, dist.ReduceOp.SUM)
+        return self._issuer.launch(call, [tensor], in_background=True)
+
+    def gather_slices(self, tensor: torch.Tensor, cuts: list[int]) -> ShmWork:
+        """Each rank's slice of a flat tensor of `empty_shared` becomes that rank's.
+
+        Ranks: all, with equal shape, dtype and cuts.
+        """
+        return self._issuer.launch(self._calls.gather_slices(tensor, cuts), [tensor], in_background=True)
+
     # The collectives, under the names by which torch.distributed and its C++ side call them.
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> ShmWork:
