@@ -35,7 +35,7 @@ from torch.distributed import FileStore, HashStore, Store
 __all__ = ["PRELOAD", "RankError", "make_thread_group", "process_ranks", "rank_context", "thread_ranks"]
 
 R = TypeVar("R")
-_GROUP_TIMEOUT = timedelta(seconds=20)
+_GROUP_TIMEOUT = timedelta(seconds=60)
 # Imported once, by the server that forks rank processes; a program may start that server with more.
 PRELOAD = ["torch", "torch.distributed", "samestep.testing", "samestep.gradients", "pytest", "hypothesis"]
 
@@ -88,7 +88,7 @@ def thread_ranks(
         return [future.result() for future in futures]
 
 
-def process_ranks(fn: Callable[..., R], world_size: int = 2, *args: Any, timeout: float = 30.0) -> list[R]:
+def process_ranks(fn: Callable[..., R], world_size: int = 2, *args: Any, timeout: float = 90.0) -> list[R]:
     """What `fn(*args)` returned in each of `world_size` processes, in rank order.
 
     `fn` must be a module-level function. It runs with the launcher's variables set (RANK, WORLD_SIZE, ...)

@@ -16,7 +16,7 @@ def mixed(num_collectives, seed):
 
 @pytest.mark.parametrize(("size", "num_collectives"), [(2, 250), (3, 120)])
 def test_mixed_collectives_equal_gloo(size, num_collectives):
-    process_ranks(mixed, size, num_collectives, 20_261_201 + size, timeout=55.0)
+    process_ranks(mixed, size, num_collectives, 20_261_201 + size, timeout=110.0)
 
 
 def test_killed_ranks_leave_nothing_behind():

@@ -190,7 +190,7 @@ def all_features(rank, size, folder):
 
 
 def test_torch_features(tmp_path):
-    process_ranks(over_shm, 2, all_features, str(tmp_path / "saved"), timeout=55.0)
+    process_ranks(over_shm, 2, all_features, str(tmp_path / "saved"), timeout=110.0)
 
 
 def test_sub_groups():
