@@ -1,9 +1,9 @@
-"""Time of one training step: unsynchronised replicas, torch's DDP, and ours, taking turns in one run.
+"""Time of one training step: unsynchronised replicas, torch's DDP, ours, and ours with a sharded optimizer.
 
     samestep run --nproc 2 benchmarks/step.py
 
-Each round runs every variant once, some steps long, all ranks starting together; the figure is the ratio to
-the unsynchronised replicas (the limit), or to torch's DDP, within the round.
+All take turns in one run. Each round runs every variant once, some steps long, all ranks starting together;
+the figure is the ratio to the unsynchronised replicas (the limit), or to torch's DDP, within the round.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,28 @@ from _paired import machine, write_between_markers
 LIMIT, TORCH = "unsynchronised", "torch DDP, Gloo"
 
 
-def variants(groups: dict[str, dist.ProcessGroup]) -> dict[str, Callable[[nn.Module], nn.Module]]:
+@dataclass(frozen=True)
+class Variant:
+    """How the model is wrapped, and which optimizer updates it."""
+
+    wrap: Callable[[nn.Module], nn.Module]
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+
+
+def sharded(stage: int) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: samestep.ShardedOptimizer(model, torch.optim.AdamW, stage=stage)
+
+
+def variants(groups: dict[str, dist.ProcessGroup]) -> dict[str, Variant]:
     torch_ddp, ours = nn.parallel.DistributedDataParallel, samestep.DistributedDataParallel
-    found: dict[str, Callable[[nn.Module], nn.Module]] = {LIMIT: lambda model: model}
+    found = {LIMIT: Variant(lambda model: model)}
     for name, group in groups.items():
-        found[f"torch DDP, {name}"] = lambda m, g=group: torch_ddp(m, process_group=g)
-        found[f"samestep, {name}"] = lambda m, g=group: ours(m, process_group=g)
+        found[f"torch DDP, {name}"] = Variant(lambda m, g=group: torch_ddp(m, process_group=g))
+        found[f"samestep, {name}"] = Variant(lambda m, g=group: ours(m, process_group=g))
+        for stage in (1, 2):
+            found[f"samestep, sharded (stage {stage}), {name}"] = Variant(
+                lambda m, g=group: ours(m, process_group=g), sharded(stage)
+            )
     return found
 
 
@@ -74,10 +91,10 @@ def main() -> None:
         for name in options.models:
             workload = WORKLOADS[name]
             steps = {}
-            for variant, wrap in variants(groups).items():
+            for title, variant in variants(groups).items():
                 torch.manual_seed(0)
                 model, loss_of = workload.make(world.device)
-                steps[variant] = make_step(wrap(model), loss_of)
+                steps[title] = make_step(variant.wrap(model), loss_of, variant.make_optimizer)
             times = time_rounds(steps, options.rounds, world.group, world.device)
             table += rows(workload.title, times)
             record[name] = times

@@ -101,7 +101,10 @@ class JoinBlock(Join):
 
     def __init__(self, model: DistributedDataParallel, **options: Any) -> None:
         self._model = model
-        super().__init__([model], **options)
+        found = [reference() for reference in model._reducer.sharded_by]
+        # Sharded optimizers of the model step without data as well, after the model's own hook.
+        self._optimizers = list({id(o): o for o in found if o is not None}.values())
+        super().__init__([model, *self._optimizers], **options)
 
     def __exit__(
         self,
@@ -115,7 +118,8 @@ class JoinBlock(Join):
                 _tell_the_others(model, value)
             super().__exit__(type, value, traceback)
         finally:
-            model._join_config = _JoinConfig.construct_disabled_join_config()
+            for joinable in (model, *self._optimizers):
+                joinable._join_config = _JoinConfig.construct_disabled_join_config()
             model._leave_join()
 
 

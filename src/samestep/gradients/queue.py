@@ -79,7 +79,8 @@ class BucketQueue:
 
         A communication hook is given them whole all the same.
         """
-        self._cuts = dict(cuts) if self._group.size() > 1 else {}
+        if self._group.size() > 1:
+            self._cuts.update(cuts)
         self._choose_carrier()
 
     def is_scattered(self, bucket: Bucket) -> bool:

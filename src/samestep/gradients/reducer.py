@@ -81,7 +81,7 @@ class Reducer:
         self.reduction = reduction
         self.divisor = group.size()  # of a mean; fewer where ranks have run out of data (join.py)
         self.num_backwards = 0  # synchronised ones
-        self.sharded_by: Callable[[], Any] | None = None  # a weak reference to a sharded optimizer
+        self.sharded_by: list[Callable[[], Any]] = []  # weak references to sharded optimizers
         self.is_static = True  # every backward so far has fired the same hooks
         self.error: str | None = None  # a promise that was broken
         self.clock = Clock()
@@ -193,10 +193,8 @@ class Reducer:
         """
         self.queue.scatter(cuts)
         rank = self.group.rank()
-        for slot in self.slots:
-            slot.sliced = None
         for bucket in self.queue.buckets:
-            if not self.queue.is_scattered(bucket):
+            if bucket.index not in cuts or not self.queue.is_scattered(bucket):
                 continue
             first, last = cuts[bucket.index][rank], cuts[bucket.index][rank + 1]
             offset = 0
@@ -241,7 +239,7 @@ class Reducer:
         """
         self._drop_gradients()
         self.synchronise_now()
-        if self.sharded_by is None:  # else the optimizer has its slice to update, and drops them
+        if not self.sharded_by:  # else the optimizer has its slice to update, and drops them
             self._drop_gradients()
 
     def give_up(self) -> None:

@@ -27,7 +27,6 @@ __all__ = [
     "WholeStates",
     "cut_state",
     "flat_view",
-    "number_parameters",
 ]
 
 
@@ -195,16 +194,3 @@ def flat_view(tensor: Tensor) -> Tensor:
     if not _same_order(tensor.shape, dense.stride(), tensor.stride()):
         tensor = torch.empty_like(tensor).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def number_parameters(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The groups as a state_dict() has them: numbers for parameters."""
-    result = []
-    first = 0
-    for group in param_groups:
-        count = len(group["params"])
-        packed = {key: value for key, value in group.items() if key != "params"}
-        packed["params"] = list(range(first, first + count))
-        first += count
-        result.append(packed)
-    return result
