@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from samestep.tree import tree_sum
 
 __all__ = [
     "Work",
     "all_gather",
+    "all_gather_single",
     "all_reduce",
+    "all_to_all_single",
     "barrier",
     "broadcast",
     "device_of",
@@ -30,6 +33,7 @@ __all__ = [
     "gather_bytes",
     "gather_slices",
     "reduce_slices",
+    "sums_along_the_tree",
 ]
 
 Work = dist.Work
@@ -153,6 +157,39 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup, *, dst: int = 0) -> l
     options.rootRank = dst
     group.gather([rows] if receives else [], [tensor.contiguous()], options).wait()
     return rows if receives else None
+
+
+def all_gather_single(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    """The flat `output` becomes all ranks' `tensor`, one after the other, once the work is waited for.
+
+    Ranks: all, with equal shape and dtype.
+    Memory: `tensor` is no part of `output`.
+    """
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return group._allgather_base(output, tensor, options)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_sizes: list[int],
+    input_sizes: list[int],
+    group: dist.ProcessGroup,
+) -> Work:
+    """The flat `output` becomes what each rank sends to this one, once the work is waited for.
+
+    Ranks: all, with equal dtype; `input_sizes[s]` elements of `tensor` go to rank s, which has that number
+    as its `output_sizes` of this rank.
+    """
+    options = dist.AllToAllOptions()
+    options.asyncOp = True
+    return group.alltoall_base(output, tensor, output_sizes, input_sizes, options)
+
+
+def sums_along_the_tree(group: dist.ProcessGroup) -> bool:
+    """Whether the group's own all-reduce adds the ranks' tensors along the tree (tree.py)."""
+    return bool(getattr(group, "sums_along_the_tree", False))
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, *, src: int = 0) -> Work:

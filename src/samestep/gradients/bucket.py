@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,12 +54,13 @@ class Slot:
 
 @dataclass(eq=False)
 class Bucket:
-    """A flat buffer: the gradients of its slots, then room for the rides (see rides.py)."""
+    """A flat buffer: the gradients of its slots, room for the rides (see rides.py), padding."""
 
     index: int
     slots: list[Slot]
     buffer: Tensor
     numel: int
+    num_rides: int
     waiting: int = 0  # slots whose gradient is not complete in the running backward
     held: bool = False  # launch it at the end of backward, whatever fires before
     filled_at: int = -1  # its turn among the buckets to be filled in the running backward
@@ -72,8 +73,8 @@ class Bucket:
 
     @property
     def rides(self) -> Tensor:
-        """What is left of the buffer behind the gradients."""
-        return self.buffer[self.numel :]
+        """The place of the rides, behind the gradients."""
+        return self.buffer[self.numel : self.numel + self.num_rides]
 
     def describe(self) -> str:
         """The bucket's number and the names of its parameters, for messages."""
@@ -110,14 +111,37 @@ class Bucket:
                 places.append(view)
                 found.append(grad.to_dense() if grad.is_sparse else grad)
                 slot.param.grad = view
+        self._fill(self.gradients, places, found, in_place, scale)
+
+    @torch.no_grad()
+    def move_to(self, flat: Tensor, views: Sequence[Tensor], scale: float) -> None:
+        """`flat`, laid out like the buffer, holds the gradients times `scale`; the parameters have none.
+
+        `views`: the slots' places in `flat`.
+        """
+        places: list[Tensor] = []
+        found: list[Tensor] = []
+        for slot, view in zip(self.slots, views, strict=True):
+            grad = slot.param.grad
+            if grad is None:
+                view.zero_()
+            else:
+                places.append(view)
+                found.append(grad.to_dense() if grad.is_sparse else grad)
+            slot.param.grad = None
+        self._fill(flat[: self.numel], places, found, [], scale)
+
+    def _fill(
+        self, flat: Tensor, places: list[Tensor], found: list[Tensor], in_place: list[Tensor], scale: float
+    ) -> None:
         if scale == 1.0:
             if places:
                 torch._foreach_copy_(places, found)
         elif not places:
-            self.gradients.mul_(scale)
+            flat.mul_(scale)
         elif not in_place and self.numel < _SMALL_NUMEL * len(self.slots):
             torch._foreach_copy_(places, found)
-            self.gradients.mul_(scale)
+            flat.mul_(scale)
         else:
             # One pass over memory instead of two; the call overhead is small against such sizes.
             for view, grad in zip(places, found, strict=True):
@@ -130,19 +154,28 @@ class Bucket:
 
 
 def make_buckets(
-    plan: BucketPlan, slots: Sequence[Slot], num_rides: int, group: dist.ProcessGroup
+    plan: BucketPlan,
+    slots: Sequence[Slot],
+    num_rides: int,
+    group: dist.ProcessGroup,
+    padded: Callable[[int], int] = int,
 ) -> list[Bucket]:
     """The buckets of `plan` with buffers for `group` to reduce, each slot with its view.
 
-    `num_rides`: elements behind the gradients of each bucket.
+    Args:
+        plan: which parameter travels in which bucket.
+        slots: of the plan's parameters.
+        num_rides: elements behind the gradients of each bucket.
+        group: the ranks.
+        padded: the length that a buffer of so many elements is to have at least.
     """
     buckets = []
     for index, members in enumerate(plan.buckets):
         ours = [slots[i] for i in members]
         first = ours[0].param
         numel = sum(slot.param.numel() for slot in ours)
-        buffer = empty_for_reduction(numel + num_rides, first.dtype, first.device, group).zero_()
-        bucket = Bucket(index, ours, buffer, numel)
+        buffer = empty_for_reduction(padded(numel + num_rides), first.dtype, first.device, group).zero_()
+        bucket = Bucket(index, ours, buffer, numel, num_rides)
         offset = 0
         for slot in ours:
             slot.bucket = bucket

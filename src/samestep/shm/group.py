@@ -44,6 +44,8 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         timeout: how long a collective may wait for other ranks.
     """
 
+    sums_along_the_tree = True
+
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._rank = rank
