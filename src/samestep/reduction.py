@@ -62,8 +62,9 @@ class TreeSum:
         self.nodes = subtrees(virtual.block, virtual.virtual_size)  # of this rank's parts
         self._rank, self._num_ranks = group.rank(), group.size()
         self._all_nodes = [subtrees(block, virtual.virtual_size) for block in virtual.blocks()]
-        follows_ranks = _follows_ranks(self._all_nodes, virtual.virtual_size)
-        self.is_all_reduce = follows_ranks and collectives.sums_along_the_tree(group)
+        # Whether adding one part per rank along the tree over ranks is adding along that over virtual ranks.
+        self.follows_ranks = _follows_ranks(self._all_nodes, virtual.virtual_size)
+        self.is_all_reduce = self.follows_ranks and collectives.sums_along_the_tree(group)
         self._first_halves: list[PendingSum] = []
         self._scratch: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
         self._side_streams: dict[torch.device, Any] = {}

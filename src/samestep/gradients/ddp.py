@@ -84,6 +84,9 @@ class DistributedDataParallel(TorchNames, nn.Module, UnevenInputs):
         forward_sync_buffers: send rank 0's buffers to all in the first forward of each training step.
         reduction: "mean" over ranks, "sum", or "weighted": the mean over all items that the ranks counted
             (`weigh`, `count_items`).
+        deterministic: gradients are summed along the tree, in an order that depends on the number of ranks
+            alone; "shm" does so anyway, Gloo and NCCL do not. With `World(virtual_size=...)` it is always
+            so, and sums do not depend on the number of ranks either.
 
     Raises:
         GradientError: the module has no parameter to train, or arguments contradict each other.
@@ -120,6 +123,7 @@ class DistributedDataParallel(TorchNames, nn.Module, UnevenInputs):
         forward_sync_buffers: bool | None = None,
         *,
         reduction: str = "mean",
+        deterministic: bool = False,
     ) -> None:
         nn.Module.__init__(self)
         UnevenInputs.__init__(self)
@@ -144,6 +148,7 @@ class DistributedDataParallel(TorchNames, nn.Module, UnevenInputs):
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.reduction = reduction
+        self.deterministic = deterministic
         self.bucket_cap_mb = bucket_cap_mb
         self.bucket_cap_mb_list = list(bucket_cap_mb_list) if bucket_cap_mb_list is not None else None
         self.mixed_precision = mixed_precision
@@ -321,6 +326,7 @@ class DistributedDataParallel(TorchNames, nn.Module, UnevenInputs):
             reduction=self.reduction,
             static_graph=self.static_graph,
             release_unused=self.find_unused_parameters,
+            deterministic=self.deterministic,
         )
         if before is not None:
             self._reducer.continue_from(before)

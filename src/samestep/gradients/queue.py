@@ -22,11 +22,12 @@ from samestep.gradients.bucket import Bucket
 from samestep.gradients.clock import Clock
 from samestep.gradients.doing import what_ranks_were_doing
 from samestep.gradients.hooks import CommunicationHook, GradBucket, result_of
+from samestep.gradients.leaves import Leaves
 from samestep.gradients.rides import CARRIER_DTYPES, Rides, read_rides, write_rides
 
 __all__ = ["BucketQueue"]
 
-Facts = Callable[[], tuple[list[bool], int]]
+Facts = Callable[[], tuple[list[int], int]]
 
 
 class BucketQueue:
@@ -36,6 +37,7 @@ class BucketQueue:
 
     Args:
         buckets: of the plan, in its order.
+        leaves: the partial sums of the virtual ranks that this process plays, and how they are summed.
         num_rides: elements that the rides take behind the gradients of each bucket.
         group: the ranks.
         facts: called when the last bucket goes out: which parameters were used, how many items counted.
@@ -46,6 +48,7 @@ class BucketQueue:
     def __init__(
         self,
         buckets: list[Bucket],
+        leaves: Leaves,
         num_rides: int,
         group: dist.ProcessGroup,
         *,
@@ -56,6 +59,8 @@ class BucketQueue:
         self.buckets = buckets
         self.order = list(range(len(buckets)))
         self.hook: tuple[Any, CommunicationHook] | None = None
+        self.leaves = leaves
+        self.on_all_launched: Callable[[], object] = _nothing  # before any is waited for
         self.num_early = 0  # buckets that went out before the end of their backward, so far
         self._cuts: dict[int, Sequence[int]] = {}  # of the buckets that are reduce-scattered
         self._num_rides = num_rides
@@ -119,6 +124,7 @@ class BucketQueue:
         while self._next < len(self.order):
             self._launch(self.buckets[self.order[self._next]], scale, abandoned=abandoned)
         used, items = self._facts()
+        self.on_all_launched()
         if self._group.size() == 1:
             self._wait()
             return Rides(tuple(map(int, used)), items)
@@ -155,20 +161,35 @@ class BucketQueue:
             bucket.gradients.zero_()
         else:
             bucket.fill(scale)
+        parts = self.leaves.close(bucket, abandoned=abandoned)
         work: Any
         if self._group.size() == 1 and self.hook is None:
             return
         if self.hook is not None:
             work = self._call_hook(bucket, position)
-        elif bucket.index in self._cuts:
+        elif bucket.index in self._cuts and self.leaves.may_scatter(bucket):
             work = collectives.reduce_slices(bucket.gradients, self._cuts[bucket.index], self._group)
-        elif position == len(self.order) - 1 and self._alone is None:
-            used, items = self._facts()
-            write_rides(bucket.rides, used, items, abandoned)
-            work = collectives.all_reduce(bucket.buffer, self._group)
         else:
-            work = collectives.all_reduce(bucket.gradients, self._group)
+            carries = position == len(self.order) - 1 and self._alone is None
+            if carries:
+                used, items = self._facts()
+                write_rides(bucket.rides, used, items, abandoned)
+            work = self._reduce(bucket, parts, carries=carries)
         self._in_flight.append((bucket, work))
+
+    def _reduce(self, bucket: Bucket, parts: list[Tensor], *, carries: bool) -> Any:
+        tree = self.leaves.tree
+        whole = bucket.buffer if carries else bucket.gradients
+        if tree is None:
+            return collectives.all_reduce(whole[: bucket.numel + bucket.num_rides], self._group)
+        if tree.is_all_reduce:
+            return tree.start([whole], whole)
+        if not carries:
+            bucket.rides.zero_()  # what rode along in another step must not grow by being summed again
+        try:
+            return tree.start(parts, bucket.buffer)
+        except RuntimeError as error:  # a sum that was started earlier failed
+            raise GradientError(self._what_failed(bucket, error)) from error
 
     def _call_hook(self, bucket: Bucket, position: int) -> Any:
         assert self.hook is not None
@@ -215,3 +236,7 @@ class BucketQueue:
             self._alone = None
         else:
             self._alone = torch.zeros(self._num_rides, device=collectives.device_of(self._group))
+
+
+def _nothing() -> None:
+    pass

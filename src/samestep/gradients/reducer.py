@@ -35,11 +35,15 @@ from samestep.gradients.buckets import BucketPlan
 from samestep.gradients.clock import Clock
 from samestep.gradients.higher_order import average_with_graph
 from samestep.gradients.hooks import CommunicationHook
+from samestep.gradients.leaves import Leaves
 from samestep.gradients.meeting import serial_number
 from samestep.gradients.queue import BucketQueue
 from samestep.gradients.rides import Rides, num_rides, read_rides, write_rides
 from samestep.gradients.sliced import SlicedGradient
-from samestep.gradients.sparse import reduce_sparse
+from samestep.gradients.sparse import SparseGradients
+from samestep.gradients.turns import Role, Turns
+from samestep.reduction import TreeSum
+from samestep.virtual import virtual_ranks
 
 __all__ = ["REDUCTIONS", "Reducer", "reducer_of"]
 
@@ -61,6 +65,8 @@ class Reducer:
         static_graph: promises that every backward fires the same hooks as the first one did.
         release_unused: ask the engine at the beginning of each backward which parameters it will not
             reach, and do not wait for them (torch's `find_unused_parameters`).
+        deterministic: sum along the tree, over any backend. It is always so where the number of virtual
+            ranks was asked for.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class Reducer:
         reduction: str = "mean",
         static_graph: bool = False,
         release_unused: bool = False,
+        deterministic: bool = False,
     ) -> None:
         self.plan = plan
         self.group = group
@@ -79,17 +86,20 @@ class Reducer:
         self.static_graph = static_graph
         self.release_unused = release_unused
         self.reduction = reduction
-        self.divisor = group.size()  # of a mean; fewer where ranks have run out of data (join.py)
+        self.virtual = virtual = virtual_ranks(group)
+        self.divisor = virtual.virtual_size  # of a mean; fewer where ranks have run out of data (join.py)
         self.num_backwards = 0  # synchronised ones
         self.sharded_by: list[Callable[[], Any]] = []  # weak references to sharded optimizers
         self.is_static = True  # every backward so far has fired the same hooks
         self.error: str | None = None  # a promise that was broken
         self.clock = Clock()
         self.on_synchronised: list[Callable[[], None]] = []  # called when the gradients are the same
-        self.num_used: tuple[int, ...] = (0,) * len(parameters)  # ranks that used each, last time
+        self.on_kept: list[Callable[[Turns], None]] = []  # called when a virtual rank's wait in the tree
+        self.on_all_launched: list[Callable[[Turns], None]] = []  # called before the last ones are waited for
+        self.num_used: tuple[int, ...] = (0,) * len(parameters)  # virtual ranks that used each, last time
         self._closed = False
         self._items = 0
-        self._syncing = False
+        self._syncing = False  # the role of the running backward is REDUCE
         self._keep_graph = False
         self._usual_firings: list[int] | None = None  # per parameter, in the first backward
         self._num_since_plan = 0
@@ -100,17 +110,23 @@ class Reducer:
             Slot(i, info.name, param)
             for i, (info, param) in enumerate(zip(plan.parameters, parameters, strict=True))
         ]
-        self._sparse = [self.slots[i] for i in plan.sparse]
+        self.turns = Turns(virtual, self.slots)
+        self._sparse = SparseGradients([self.slots[i].param for i in plan.sparse], group)
+        self._tree = TreeSum(group, virtual) if deterministic or virtual.is_fixed else None
         rides = num_rides(len(self.slots))
+        buckets = make_buckets(plan, self.slots, rides, group, self._tree.padded if self._tree else int)
+        self._leaves = Leaves(buckets, virtual, self._tree)
         me = weakref.ref(self)  # hooks live as long as parameters do: they must not keep the reducer
         self.queue = BucketQueue(
-            make_buckets(plan, self.slots, rides, group),
+            buckets,
+            self._leaves,
             rides,
             group,
             facts=lambda: _alive(me)._facts(),
             clock=self.clock,
             where=lambda: _alive(me)._where(),
         )
+        self.queue.on_all_launched = lambda: _alive(me)._all_launched()
         self._watch = BackwardWatch(
             [slot.node for slot in self.slots],
             begin=lambda: _alive(me)._begin(),
@@ -177,6 +193,8 @@ class Reducer:
 
     def set_hook(self, state: Any, hook: CommunicationHook) -> None:
         """Full buckets are given to `hook(state, bucket)` instead of being all-reduced."""
+        if not self.virtual.is_single:
+            raise refusals.needs_one_virtual_rank("a communication hook", self.virtual)
         self.queue.set_hook(state, hook)
 
     @property
@@ -255,11 +273,16 @@ class Reducer:
     def _begin(self, *, force: bool = False) -> None:
         if self._watch.abandoned:
             self._settle()
-        self._syncing = self.synchronise or force
-        if not self._syncing:
+        self._syncing = False
+        role = self.turns.begin(synchronise=self.synchronise or force)
+        keep_graph = torch.is_grad_enabled() and not force  # backward(create_graph=True)
+        if keep_graph and role is not Role.ACCUMULATE and not self.virtual.is_single:
+            raise refusals.needs_one_virtual_rank("backward(create_graph=True)", self.virtual)
+        if role is not Role.REDUCE:
             return
+        self._syncing = True
         self.clock.backward_began()
-        self._keep_graph = torch.is_grad_enabled() and not force  # backward(create_graph=True)
+        self._keep_graph = keep_graph
         self.queue.reset()
         self._num_filled = 0
         if self.reduction != "mean" and not force:
@@ -303,6 +326,8 @@ class Reducer:
             self.queue.launch_ready(self._scale_before())
 
     def _finish(self, *, force: bool = False) -> None:
+        if self.turns.role is Role.KEEP:
+            self._keep()
         if not self._syncing:
             return
         self.clock.backward_ended()
@@ -314,14 +339,34 @@ class Reducer:
         finally:
             self._syncing = False
             self._items = 0
-            for slot in self.slots:
-                slot.used = False
+            self._forget_step()
         self.num_backwards += 1
         self._num_since_plan += 1
         self.clock.synchronised()
         self._learn(forced=force)
         for notify in self.on_synchronised:
             notify()
+
+    def _keep(self) -> None:
+        """A virtual rank of several has yielded its gradient, or a part of it: see turns.py, leaves.py."""
+        self.turns.role = Role.ACCUMULATE  # this one is done
+        self._leaves.keep(self._scale_before(), ends_virtual_rank=self.turns.ends_virtual_rank)
+        self._sparse.keep(self._weight())
+        self.turns.kept()
+        for notify in self.on_kept:
+            notify(self.turns)
+
+    def _all_launched(self) -> None:
+        for notify in self.on_all_launched:
+            notify(self.turns)
+
+    def _forget_step(self) -> None:
+        """What was kept of the step has been used, or is void."""
+        self._leaves.reset()
+        self._sparse.reset()
+        self.turns.reset()
+        for slot in self.slots:
+            slot.used = False
 
     def _finish_in_buckets(self) -> None:
         rides = self.queue.complete(self._scale_before())
@@ -349,7 +394,14 @@ class Reducer:
         scale = self._scale_before() * self._scale_after(rides)
         for slot, num_used in zip(self.slots, rides.used, strict=True):
             if num_used:
-                average_with_graph(slot.param, self.group, scale)
+                average_with_graph(slot.param, self._sum_over_ranks, scale)
+
+    def _sum_over_ranks(self, tensor: Tensor) -> None:
+        flat = tensor.view(-1)
+        if self._tree is not None:
+            self._tree.total([flat], flat)
+        else:
+            collectives.all_reduce(flat, self.group).wait()
 
     def _learn(self, *, forced: bool) -> None:
         """From the backward just done: how often each parameter fires, and in what order buckets fill."""
@@ -374,6 +426,9 @@ class Reducer:
     def _settle(self) -> bool:
         syncing, self._syncing = self._syncing, False
         self._watch.forget()
+        if self.turns.role is Role.KEEP:
+            self._drop_gradients()  # the turn is void: another one's backward will say so
+        self.turns.role = Role.ACCUMULATE
         if not syncing:
             return False
         # The other ranks wait for the buckets that this one has not sent: they get zeros, and the word.
@@ -381,6 +436,7 @@ class Reducer:
         self._items = 0
         self.queue.complete(1.0, abandoned=True)
         self._reduce_sparse(contribute=False)
+        self._forget_step()
         return True
 
     def _drop_gradients(self) -> None:
@@ -390,12 +446,16 @@ class Reducer:
 
     # Scales and facts
 
+    def _weight(self) -> float:
+        return self.turns.weight if self.reduction == "mean" else 1.0
+
     def _scale_before(self) -> float:
-        return 1.0 / self.divisor if self.reduction == "mean" and self.queue.hook is None else 1.0
+        divisor = self.divisor if self.reduction == "mean" and self.queue.hook is None else 1
+        return self._weight() / divisor
 
     def _scale_after(self, rides: Rides) -> float:
         # A hook divides by the number of ranks by itself, as torch's do.
-        undone = float(self.group.size()) if self.queue.hook is not None else 1.0
+        undone = float(self.virtual.virtual_size) if self.queue.hook is not None else 1.0
         if self.reduction == "mean":
             return undone / self.divisor if self.queue.hook is not None else 1.0
         if self.reduction == "sum":
@@ -404,16 +464,17 @@ class Reducer:
             raise refusals.nothing_counted()
         return undone / rides.items
 
-    def _facts(self) -> tuple[list[bool], int]:
-        return [slot.used for slot in self.slots], self._items
+    def _facts(self) -> tuple[list[int], int]:
+        return self.turns.num_used(), self._items
 
     def _where(self) -> str:
         return f"synchronised backward {self.num_backwards + 1} of model {self._serial}"
 
     def _reduce_sparse(self, *, contribute: bool) -> None:
-        if self._sparse and self.group.size() > 1:
+        alone = self.group.size() == 1 and self.virtual.is_single and self._weight() == 1.0
+        if self.plan.sparse and not alone:
             scale = 1.0 / self.divisor if self.reduction == "mean" else 1.0
-            reduce_sparse([slot.param for slot in self._sparse], scale, self.group, contribute=contribute)
+            self._sparse.reduce(scale, weight=self._weight(), contribute=contribute)
 
     # Facts for the wrapper
 

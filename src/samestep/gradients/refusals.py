@@ -9,15 +9,21 @@ import torch
 from samestep.errors import GradientError
 from samestep.gradients.bucket import Slot
 from samestep.gradients.rides import MOST_ITEMS
+from samestep.virtual import Turn, VirtualRanks
 
 __all__ = [
     "abandoned",
     "check_fresh",
     "check_grad_of_parameters",
     "check_items",
+    "drop_stale",
     "graph_changed",
     "late",
+    "left_unsynchronised",
+    "needs_one_virtual_rank",
+    "nobody_plays",
     "nothing_counted",
+    "out_of_turn",
 ]
 
 _MOST_NAMES = 5
@@ -34,6 +40,23 @@ def check_fresh(slots: Sequence[Slot], reduction: str) -> None:
                 f"{slot.name} still has the gradient of the last synchronised backward, which "
                 f'reduction="{reduction}" would count once per rank: call optimizer.zero_grad()'
             )
+
+
+def drop_stale(slots: Sequence[Slot]) -> None:
+    """No parameter has a gradient of the step before, in which virtual ranks would differ from each other.
+
+    Zeros (`zero_grad(set_to_none=False)`) go; anything else is refused.
+    """
+    for slot in slots:
+        gradient = slot.param.grad
+        if slot.used or gradient is None or gradient is not slot.view:
+            continue
+        if gradient.any():
+            raise GradientError(
+                f"{slot.name} still has the gradient of the step before, in which all virtual ranks had "
+                "their part: call optimizer.zero_grad() after each step"
+            )
+        slot.param.grad = None
 
 
 def check_items(reduction: str, items: int, counted: int) -> None:
@@ -90,4 +113,45 @@ def graph_changed(slots: Sequence[Slot], before: Sequence[int], now: Sequence[in
     return GradientError(
         "Your training graph has changed in this iteration, which static_graph=True promised it would not: "
         f"gradients fired differently for {', '.join(changed[:_MOST_NAMES])}{more}. Drop static_graph"
+    )
+
+
+def nobody_plays(virtual: VirtualRanks) -> GradientError:
+    """A process that plays several virtual ranks does not know whose gradient this is."""
+    start, stop = virtual.block
+    return GradientError(
+        f"this process plays virtual ranks {start}..{stop - 1} of {virtual.virtual_size}, and a backward ran "
+        "outside of their turns: take batches from samestep's loader (`for step in loader: for batch in "
+        "step`) or say whose it is, `with world.virtual.play(...)`"
+    )
+
+
+def out_of_turn(turn: Turn, missing: tuple[int, int]) -> GradientError:
+    """A backward too many or too few."""
+    if missing > (turn.position, turn.micro_batch):
+        return GradientError(
+            f"a second synchronised backward through this model in the turn of virtual rank {turn.position}, "
+            f"step {turn.step}: run all but the last one under model.no_sync()"
+        )
+    return GradientError(
+        f"virtual rank {missing[0]}, micro-batch {missing[1]}, has had its turn without a synchronised "
+        f"backward through this model, and now it is virtual rank {turn.position}'s, step {turn.step}: each "
+        "turn needs one (the gradients of the step so far are dropped)"
+    )
+
+
+def left_unsynchronised(virtual: VirtualRanks) -> GradientError:
+    """Gradients accumulated under no_sync() would run over into another virtual rank's."""
+    return GradientError(
+        "gradients accumulated under no_sync() were left when the next virtual rank's turn began (this "
+        f"process plays {virtual.block.stop - virtual.block.start} of them): synchronise the last backward "
+        "of each turn, or let the loader accumulate"
+    )
+
+
+def needs_one_virtual_rank(what: str, virtual: VirtualRanks) -> GradientError:
+    """Something that cannot be done with partial sums."""
+    return GradientError(
+        f"{what} needs a process per virtual rank: this one plays virtual ranks {virtual.block.start}.."
+        f"{virtual.block.stop - 1} of {virtual.virtual_size}, so start {virtual.virtual_size} processes"
     )

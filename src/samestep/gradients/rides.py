@@ -1,6 +1,6 @@
 """What rides along with the gradients: small facts about each rank, summed by the last bucket's all-reduce.
 
-- for every parameter, on how many ranks it was used (nobody: its gradient stays None);
+- for every parameter, on how many virtual ranks it was used (nobody: its gradient stays None);
 - how many items (tokens, rows) the micro-batches counted, for averages by weight;
 - whether a rank gave up in the middle of its backward.
 
@@ -38,8 +38,8 @@ def num_rides(num_parameters: int) -> int:
     return num_parameters + _NUM_DIGITS + 1
 
 
-def write_rides(tensor: Tensor, used: Sequence[bool] | None, items: int, abandoned: bool) -> None:
-    """`tensor` holds the facts of this rank. `used=None`: all parameters were."""
+def write_rides(tensor: Tensor, used: Sequence[int] | None, items: int, abandoned: bool) -> None:
+    """`tensor` holds the facts of this rank. `used=None`: all parameters were, once."""
     tensor.fill_(1)
     num_parameters = tensor.numel() - _NUM_DIGITS - 1
     if used is not None:

@@ -10,33 +10,74 @@ from torch import Tensor
 
 from samestep import collectives
 
-__all__ = ["reduce_sparse"]
+__all__ = ["SparseGradients"]
 
 _NO_GRADIENT = -1
 
 
-def reduce_sparse(
-    params: Sequence[torch.nn.Parameter],
-    scale: float,
-    group: dist.ProcessGroup,
-    *,
-    contribute: bool = True,
-) -> None:
-    """Each of `params` has the sum over the ranks of its sparse gradient times `scale`, coalesced.
+class SparseGradients:
+    """The sparse gradients of `params`, of which those of several virtual ranks may be kept.
 
-    A parameter that has a gradient on no rank keeps None. Rows are summed in the order of ranks.
+    All rows are kept until they are summed: sums of rows could be longer than any of them.
 
-    Ranks: all, with the same parameters. One that does not `contribute` adds nothing.
+    Ranks: all make one, with the same parameters.
     """
-    mine = [_as_sparse(p.grad) if p.grad is not None and contribute else None for p in params]
-    counts = _exchange_counts([_NO_GRADIENT if g is None else g._nnz() for g in mine], group)
-    for i, param in enumerate(params):
-        per_rank = [row[i] for row in counts]
-        if all(n == _NO_GRADIENT for n in per_rank):
-            continue
-        grad = _gather_rows(param, mine[i], [max(n, 0) for n in per_rank], group)
-        param.grad = None  # it may have been dense: another layout cannot be assigned over it
-        param.grad = grad * scale if scale != 1.0 else grad
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._params = params
+        self._group = group
+        self._kept: list[list[Tensor]] = [[] for _ in params]
+
+    def reset(self) -> None:
+        """What was kept is dropped."""
+        for kept in self._kept:
+            kept.clear()
+
+    def keep(self, weight: float) -> None:
+        """The gradients, times `weight`, wait for those of the virtual ranks to come; none are left."""
+        for param, kept in zip(self._params, self._kept, strict=True):
+            if param.grad is not None:
+                kept.append(_weighted(param.grad, weight))
+                param.grad = None
+
+    def reduce(self, scale: float, *, weight: float = 1.0, contribute: bool = True) -> None:
+        """Each parameter has the sum over the ranks of its sparse gradients times `scale`, coalesced.
+
+        A parameter that has a gradient on no rank keeps None. Rows are summed in the order of virtual ranks.
+
+        Ranks: all. One that does not `contribute` adds nothing.
+
+        Args:
+            scale: of the sums.
+            weight: of the gradients at hand, as for `keep`.
+            contribute: False: this rank adds nothing.
+        """
+        if contribute:
+            self.keep(weight)
+        mine = [_joined(kept) if kept and contribute else None for kept in self._kept]
+        counts = _exchange_counts([_NO_GRADIENT if g is None else g._nnz() for g in mine], self._group)
+        for i, param in enumerate(self._params):
+            per_rank = [row[i] for row in counts]
+            if all(n == _NO_GRADIENT for n in per_rank):
+                continue
+            grad = _gather_rows(param, mine[i], [max(n, 0) for n in per_rank], self._group)
+            param.grad = None  # it may have been dense: another layout cannot be assigned over it
+            param.grad = grad * scale if scale != 1.0 else grad
+        self.reset()
+
+
+def _weighted(grad: Tensor, weight: float) -> Tensor:
+    grad = _as_sparse(grad)
+    return grad if weight == 1.0 else grad * weight
+
+
+def _joined(grads: Sequence[Tensor]) -> Tensor:
+    """All rows of `grads`, one after the other: not coalesced."""
+    if len(grads) == 1:
+        return grads[0]
+    indices = torch.cat([grad._indices() for grad in grads], 1)
+    values = torch.cat([grad._values() for grad in grads])
+    return torch.sparse_coo_tensor(indices, values, grads[0].shape, check_invariants=False)
 
 
 def _as_sparse(grad: Tensor) -> Tensor:
@@ -57,8 +98,8 @@ def _gather_rows(param: Tensor, grad: Tensor | None, counts: list[int], group: d
     indices = torch.zeros(most, dtype=torch.int64, device=param.device)
     values = torch.zeros((most, *row_shape), dtype=param.dtype, device=param.device)
     if grad is not None:
-        indices[: grad._nnz()] = grad.indices()[0]
-        values[: grad._nnz()] = grad.values()
+        indices[: grad._nnz()] = grad._indices()[0]
+        values[: grad._nnz()] = grad._values()
     all_indices = collectives.all_gather(indices, group)
     all_values = collectives.all_gather(values, group)
     joined_indices = torch.cat([t[:n] for t, n in zip(all_indices, counts, strict=True)])
