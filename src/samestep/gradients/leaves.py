@@ -150,7 +150,7 @@ class Leaves:
         return leaves.void() if abandoned else leaves.close()
 
     def may_scatter(self, bucket: Bucket) -> bool:
-        """Whether adding slices along the tree over ranks, as `reduce_slices` does on CPUs, gives the sums."""
+        """Whether `reduce_slices`, which adds along the tree over ranks on CPUs, gives the same sums."""
         return self.tree is None or (self.tree.follows_ranks and bucket.buffer.device.type == "cpu")
 
     @property
