@@ -22,6 +22,7 @@ from samestep.gradients.arguments import (
     ignored_names,
 )
 from samestep.gradients.buckets import BucketPlan, plan_buckets
+from samestep.gradients.buffer_mean import BufferMean
 from samestep.gradients.buffer_sync import BufferSync
 from samestep.gradients.compiling import CutAtBuckets, trace_callees_only, untraced
 from samestep.gradients.hooks import CommunicationHook, check_hook
@@ -97,6 +98,7 @@ class DistributedDataParallel(TorchNames, nn.Module, UnevenInputs):
     static_graph: bool
     _reducer: Reducer
     _buffer_sync: BufferSync
+    _buffer_mean: BufferMean | None  # in the place of the former, where virtual ranks were asked for
     _tuner: CapTuner | None
 
     def __init__(
@@ -333,11 +335,28 @@ class DistributedDataParallel(TorchNames, nn.Module, UnevenInputs):
         if self._hook is not None:
             self._reducer.set_hook(*self._hook)
         self._steps_in_backward = take_over(parameters)
+        self._buffer_mean = self._mean_of_buffers()
         me = weakref.ref(self)  # the reducer must not hold its wrapper
         self._reducer.on_synchronised.append(lambda: _alive(me)._after_backward())
         self._tables = [m._parameters for m in self.module.modules()]
         self._children = [m._modules for m in self.module.modules()]
         self._signature = self._signature_now()
+
+    def _mean_of_buffers(self) -> BufferMean | None:
+        """What makes buffers the same for all virtual ranks, if their number was asked for."""
+        reducer = self._reducer
+        if reducer.tree is None or not reducer.virtual.is_fixed:
+            return None
+        if not self.forward_sync_buffers and self._buffer_sync.named_buffers():
+            raise GradientError(
+                "forward_sync_buffers=False leaves each process buffers of its own, and with virtual ranks "
+                "nothing may depend on processes: drop it"
+            )
+        mean = BufferMean(self._buffer_sync.named_buffers, reducer.tree, reducer.turns)
+        reducer.on_kept.append(mean.keep)
+        reducer.on_all_launched.append(mean.start)
+        reducer.on_void.append(mean.drop)
+        return mean
 
     def _signature_now(self) -> list[object]:
         """Changes when a parameter is frozen, thawed, added, removed or replaced; cheap to compute."""
@@ -355,7 +374,9 @@ class DistributedDataParallel(TorchNames, nn.Module, UnevenInputs):
         if not self._steps_in_backward:
             self._steps_in_backward = take_over([slot.param for slot in self._reducer.slots])
         src = self._announce_step() if self._join_config.enable else 0
-        if self.training:
+        if self.training and self._buffer_mean is not None:
+            self._buffer_mean.before_forward()
+        elif self.training:
             self._buffer_sync.before_forward(src=src)
         self._reducer.clock.forward_began()
 
@@ -370,6 +391,8 @@ class DistributedDataParallel(TorchNames, nn.Module, UnevenInputs):
     @untraced
     def _after_backward(self) -> None:
         self._promised = False
+        if self._buffer_mean is not None:
+            self._buffer_mean.finish()
         self._buffer_sync.after_backward()
         if self._steps_in_backward:
             step_in_backward([slot.param for slot in self._reducer.slots])
@@ -409,7 +432,16 @@ class DistributedDataParallel(TorchNames, nn.Module, UnevenInputs):
     # Copies: everything but what hangs on the process group
 
     def __getstate__(self) -> dict[str, Any]:
-        bound = ("process_group", "device_mesh", "_reducer", "_buffer_sync", "_tuner", "_tables", "_children")
+        bound = (
+            "process_group",
+            "device_mesh",
+            "_reducer",
+            "_buffer_sync",
+            "_buffer_mean",
+            "_tuner",
+            "_tables",
+            "_children",
+        )
         state = {name: value for name, value in self.__dict__.items() if name not in bound}
         state["_each_step"] = self.forward_sync_buffers
         return state

@@ -163,6 +163,11 @@ class UnevenInputs(Joinable):
             enable: False makes the block do nothing.
             throw_on_early_termination: raise on all ranks when the first one runs out of data.
         """
+        if enable and self._reducer.virtual.is_fixed:
+            raise GradientError(
+                "join() is for ranks with different numbers of batches, and with World(virtual_size=...) "
+                "every virtual rank has a batch in every step: take batches from samestep's loader"
+            )
         return JoinBlock(
             self,
             enable=enable,

@@ -95,6 +95,7 @@ class Reducer:
         self.clock = Clock()
         self.on_synchronised: list[Callable[[], None]] = []  # called when the gradients are the same
         self.on_kept: list[Callable[[Turns], None]] = []  # called when a virtual rank's wait in the tree
+        self.on_void: list[Callable[[], None]] = []  # called when the step's gradients have been dropped
         self.on_all_launched: list[Callable[[Turns], None]] = []  # called before the last ones are waited for
         self.num_used: tuple[int, ...] = (0,) * len(parameters)  # virtual ranks that used each, last time
         self._closed = False
@@ -112,10 +113,10 @@ class Reducer:
         ]
         self.turns = Turns(virtual, self.slots)
         self._sparse = SparseGradients([self.slots[i].param for i in plan.sparse], group)
-        self._tree = TreeSum(group, virtual) if deterministic or virtual.is_fixed else None
+        self.tree = TreeSum(group, virtual) if deterministic or virtual.is_fixed else None
         rides = num_rides(len(self.slots))
-        buckets = make_buckets(plan, self.slots, rides, group, self._tree.padded if self._tree else int)
-        self._leaves = Leaves(buckets, virtual, self._tree)
+        buckets = make_buckets(plan, self.slots, rides, group, self.tree.padded if self.tree else int)
+        self._leaves = Leaves(buckets, virtual, self.tree)
         me = weakref.ref(self)  # hooks live as long as parameters do: they must not keep the reducer
         self.queue = BucketQueue(
             buckets,
@@ -274,7 +275,12 @@ class Reducer:
         if self._watch.abandoned:
             self._settle()
         self._syncing = False
-        role = self.turns.begin(synchronise=self.synchronise or force)
+        try:
+            role = self.turns.begin(synchronise=self.synchronise or force)
+        except GradientError:
+            self._forget_step()
+            self._void()
+            raise
         keep_graph = torch.is_grad_enabled() and not force  # backward(create_graph=True)
         if keep_graph and role is not Role.ACCUMULATE and not self.virtual.is_single:
             raise refusals.needs_one_virtual_rank("backward(create_graph=True)", self.virtual)
@@ -360,6 +366,10 @@ class Reducer:
         for notify in self.on_all_launched:
             notify(self.turns)
 
+    def _void(self) -> None:
+        for notify in self.on_void:
+            notify()
+
     def _forget_step(self) -> None:
         """What was kept of the step has been used, or is void."""
         self._leaves.reset()
@@ -373,6 +383,7 @@ class Reducer:
         self._reduce_sparse(contribute=True)
         if rides.abandoned:
             self._drop_gradients()
+            self._void()
             raise refusals.abandoned(rides.abandoned, self.group.rank())
         self.num_used = rides.used
         factor = self._scale_after(rides)
@@ -398,8 +409,8 @@ class Reducer:
 
     def _sum_over_ranks(self, tensor: Tensor) -> None:
         flat = tensor.view(-1)
-        if self._tree is not None:
-            self._tree.total([flat], flat)
+        if self.tree is not None:
+            self.tree.total([flat], flat)
         else:
             collectives.all_reduce(flat, self.group).wait()
 
@@ -428,6 +439,7 @@ class Reducer:
         self._watch.forget()
         if self.turns.role is Role.KEEP:
             self._drop_gradients()  # the turn is void: another one's backward will say so
+            self._void()
         self.turns.role = Role.ACCUMULATE
         if not syncing:
             return False
@@ -437,6 +449,7 @@ class Reducer:
         self.queue.complete(1.0, abandoned=True)
         self._reduce_sparse(contribute=False)
         self._forget_step()
+        self._void()
         return True
 
     def _drop_gradients(self) -> None:
