@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from samestep import checkpoint as checkpoint
+    from samestep.data import DataLoader as DataLoader
     from samestep.data import DistributedSampler as DistributedSampler
     from samestep.data import WeightedSampler as WeightedSampler
     from samestep.gradients import DistributedDataParallel as DistributedDataParallel
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _HOME_OF = {
     "DDP": ("samestep.gradients", "DistributedDataParallel"),
+    "DataLoader": ("samestep.data", "DataLoader"),
     "DistributedDataParallel": ("samestep.gradients", "DistributedDataParallel"),
     "DistributedSampler": ("samestep.data", "DistributedSampler"),
     "ShardedOptimizer": ("samestep.optim", "ShardedOptimizer"),

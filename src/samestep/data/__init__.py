@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from samestep.data.loader import DataLoader
+from samestep.data.plan import LoaderMode
 from samestep.data.sampler import DistributedSampler, Mode
 from samestep.data.weighted import WeightedSampler
 
-__all__ = ["DistributedSampler", "Mode", "WeightedSampler"]
+__all__ = ["DataLoader", "DistributedSampler", "LoaderMode", "Mode", "WeightedSampler"]

@@ -14,6 +14,9 @@ Only an epoch's last step can be short, and the mode says what happens then:
 - "pad": units are repeated from the beginning of the step, fewer than V, so that all shares are equal.
 - "drop": it is left out.
 
+"evaluate" is another way of dealing, to processes instead of virtual ranks: batches of consecutive units, in
+turn. Processes that are left without one at the end have one batch less.
+
 [Note: Weights] The mean of a step is sum(loss of sample) / N over its N samples. A micro-batch of n samples
 yields its own mean; the reducer adds up the V virtual ranks' gradients and divides by V. So each micro-batch
 counts with the weight n * V / N: exactly 1 in a full step without accumulation, 1 / A with it, 0 for a
@@ -26,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["EvaluationPlan", "LoaderMode", "MicroBatch", "StepPlan", "StepShape", "weight_of"]
+__all__ = ["LoaderMode", "MicroBatch", "StepPlan", "StepShape"]
 
 LoaderMode = Literal["exact", "pad", "drop", "evaluate"]
 
@@ -61,14 +64,10 @@ class StepShape:
     def num_steps(self, num_units: int) -> int:
         """The number of steps that `num_units` make."""
         full, rest = divmod(num_units, self.num_units)
-        return full + (1 if rest and self.mode != "drop" else 0)
-
-    def num_taken(self, num_units: int) -> int:
-        """How many of `num_units` are in a step: all, but for those that are dropped."""
-        return num_units - num_units % self.num_units if self.mode == "drop" else num_units
+        return full + (1 if self.plan(rest) else 0)
 
     def plan(self, num_units: int) -> StepPlan | None:
-        """The step made of the next `num_units` units, or of the first of them; None if there is none."""
+        """The step made of the first ones of `num_units` units; None if they make no step."""
         num_units = min(num_units, self.num_units)
         if num_units == 0 or (self.mode == "drop" and num_units < self.num_units):
             return None
@@ -98,40 +97,16 @@ class StepPlan:
     def micro_batches(self, virtual_ranks: range) -> Iterator[MicroBatch]:
         """Those of `virtual_ranks`, one virtual rank after the other."""
         for virtual_rank in virtual_ranks:
+            if self.shape.mode == "evaluate":
+                start = virtual_rank * self.shape.batch_size
+                batch = range(start, min(start + self.shape.batch_size, self.num_units))
+                if batch:
+                    yield MicroBatch(virtual_rank, 0, batch, len(batch))
+                continue
             share = range(virtual_rank, self.num_dealt, self.shape.virtual_size)
             for index in range(self.num_micro_batches):
                 part = _part(share, index, self.num_micro_batches)
                 yield MicroBatch(virtual_rank, index, part or range(1), len(part))
-
-
-def weight_of(num_counted: int, num_in_step: int, virtual_size: int) -> float:
-    """What a micro-batch's mean counts for: see [Note: Weights]."""
-    return num_counted * virtual_size / num_in_step
-
-
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """Batches of consecutive units; each process runs a contiguous block of them, so that its results in
-    their order, process after process, are those of the data set."""
-
-    length: int
-    batch_size: int
-    num_processes: int
-
-    @property
-    def num_batches(self) -> int:
-        """Of all processes together."""
-        return -(-self.length // self.batch_size)
-
-    def batches(self, rank: int) -> range:
-        """The numbers of the batches that process `rank` runs: as many as any other, or one less."""
-        part = range(self.num_batches)
-        return _part(part, rank, self.num_processes)
-
-    def units(self, batch: int) -> range:
-        """The positions of batch number `batch`."""
-        start = batch * self.batch_size
-        return range(start, min(start + self.batch_size, self.length))
 
 
 def _part(whole: range, index: int, num_parts: int) -> range:

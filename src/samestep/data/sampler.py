@@ -207,6 +207,11 @@ class DistributedSampler(Sampler[int]):
         self._current = None
         self._next_epoch, self._next_start = epoch, position
 
+    @property
+    def orders(self) -> Orders:
+        """The order of each epoch, all ranks together."""
+        return self._orders
+
     def rows_by_rank(self, num_rows: Sequence[int]) -> list[npt.NDArray[np.int64]]:
         """For each rank, which samples the first `num_rows[rank]` were that it was handed; for `gather`.
 

@@ -58,6 +58,10 @@ class SampleIndices(list[int]):
         start_streams(self._key_of_batch(), ARRIVAL)
         return self
 
+    def plain(self) -> list[int]:
+        """The indices alone."""
+        return list(super().__iter__())
+
     def __iter__(self) -> Iterator[int]:
         for index, number in zip(super().__iter__(), self.numbers, strict=True):
             start_streams(self.key, number)
@@ -68,7 +72,7 @@ class SampleIndices(list[int]):
         return word(self.key, self.numbers[0] if self.numbers else 0)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (list(super().__iter__()), self.numbers, self.key)
+        return _arrived, (self.plain(), self.numbers, self.key)
 
 
 def _arrived(indices: list[int], numbers: Sequence[int], key: int) -> SampleIndices:
@@ -76,14 +80,23 @@ def _arrived(indices: list[int], numbers: Sequence[int], key: int) -> SampleIndi
 
 
 class StreamsKept:
-    """A `with` block after which the main process's random streams are as they were before it."""
+    """The main process's random streams at some moment; as a `with` block, they are after it as before it."""
 
-    def __enter__(self) -> None:
+    def keep(self) -> StreamsKept:
+        """Remember the streams as they are now."""
         self._torch = torch.default_generator.get_state()
         self._numpy = np.random.get_state()
         self._random = random.getstate()
+        return self
 
-    def __exit__(self, *_: object) -> None:
+    def put_back(self) -> None:
+        """The streams go on from where they were kept."""
         torch.default_generator.set_state(self._torch)
         np.random.set_state(self._numpy)
         random.setstate(self._random)
+
+    def __enter__(self) -> None:
+        self.keep()
+
+    def __exit__(self, *_: object) -> None:
+        self.put_back()
