@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from samestep.data import DataLoader as DataLoader
     from samestep.data import DistributedSampler as DistributedSampler
     from samestep.data import WeightedSampler as WeightedSampler
+    from samestep.errors import Preempted as Preempted
     from samestep.gradients import DistributedDataParallel as DistributedDataParallel
     from samestep.observe import progress as progress
     from samestep.optim import ShardedOptimizer as ShardedOptimizer
+    from samestep.preemption import Preemption as Preemption
     from samestep.world import World as World
     from samestep.world import barrier as barrier
     from samestep.world import destroy_process_group as destroy_process_group
@@ -53,6 +55,8 @@ _HOME_OF = {
     "is_initialized": ("samestep.world", "is_initialized"),
     "is_main": ("samestep.world", "is_main"),
     "progress": ("samestep.observe", "progress"),
+    "Preempted": ("samestep.errors", "Preempted"),
+    "Preemption": ("samestep.preemption", "Preemption"),
 }
 
 __all__ = ["__version__", *_HOME_OF]

@@ -30,8 +30,8 @@ OMP_NUM_THREADS becomes cores / ranks, and MALLOC_TRIM_THRESHOLD_ and MALLOC_MMA
 the memory that a step frees.
 
 When a rank fails, all are ended and the traceback of the one that failed first is printed. Exit status: 0;
-the exit code of the rank that failed first (1 for an exception, 128 + N for signal N); 2 for a command that
-makes no sense.
+the exit code of the rank that failed first (1 for an exception, 128 + N for signal N); 75 if all ranks were
+asked to end, saved, and raised samestep.Preempted: start the run again; 2 for a command that makes no sense.
 """
 
 
@@ -82,6 +82,15 @@ def cli(context: click.Context) -> None:
     metavar="DIR",
     help="Also write each rank's lines to DIR/rank_N/stdout.log and stderr.log, after what is there.",
 )
+@click.option(
+    "--grace",
+    "grace_s",
+    type=float,
+    default=30.0,
+    metavar="SECONDS",
+    help="How long ranks may take to save after SIGTERM (samestep.Preemption) before they are killed.  "
+    "[default: 30]",
+)
 @click.option("-m", "is_module", is_flag=True, help="The script is a module's name, as for python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
@@ -92,6 +101,7 @@ def run_command(
     rdzv_id: str | None,
     max_restarts: int,
     log_dir: Path | None,
+    grace_s: float,
     is_module: bool,
     script: str,
     arguments: tuple[str, ...],
@@ -115,6 +125,7 @@ def run_command(
         rdzv_id=rdzv_id,
         max_restarts=max_restarts,
         log_dir=log_dir,
+        grace_s=grace_s,
     )
     sys.exit(run(options))
 

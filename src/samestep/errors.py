@@ -49,3 +49,16 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class CheckpointCorruptError(CheckpointError):
     """A checkpoint's bytes are not those that were written: truncated, altered, or foreign."""
+
+
+PREEMPTED_STATUS = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+
+class Preempted(SystemExit):
+    """Ends a script that was asked to end and has saved: exit status 75, "start me again".
+
+    Not an error: a `World` that it leaves is closed in order, which takes all ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(PREEMPTED_STATUS)

@@ -25,7 +25,7 @@ from torch.distributed import HashStore, Store
 from samestep import at_exit as at_exit  # from here on this process ends cleanly
 from samestep import collectives, shm
 from samestep.environment import Environment, environment_of_arguments, is_loopback, read_environment
-from samestep.errors import WorldError
+from samestep.errors import Preempted, WorldError
 from samestep.gathering import SharesRows
 from samestep.gathering import gather as _gather
 from samestep.virtual import VirtualRanks, virtual_ranks
@@ -321,7 +321,7 @@ class World:
     ) -> None:
         if not is_initialized():
             return
-        if kind is None or (isinstance(error, SystemExit) and not error.code):
+        if kind is None or isinstance(error, Preempted) or (isinstance(error, SystemExit) and not error.code):
             destroy_process_group()
         else:
             abort_process_group()

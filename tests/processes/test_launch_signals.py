@@ -23,7 +23,8 @@ IGNORING = "for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, signal.SI
 @pytest.mark.parametrize("prepare", ["", IGNORING], ids=["ordinary", "ignoring"])
 def test_one_signal_ends_everything_quietly(tmp_path: Path, signum: int, prepare: str) -> None:
     script(tmp_path, SLEEPING.format(prepare=prepare, wait="time.sleep(600)"))
-    with launch(tmp_path, "run", "--nproc", "2", "script.py", OMP_NUM_THREADS="1") as launched:
+    options = ["--nproc", "2", "--grace", "1"]
+    with launch(tmp_path, "run", *options, "script.py", OMP_NUM_THREADS="1") as launched:
         lines = launched.wait_for_lines(2)
         sent_s = time.monotonic()
         launched.send(signum)

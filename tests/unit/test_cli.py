@@ -39,6 +39,8 @@ BAD = [
     (["run", "--rdzv-endpoint", "h:x", "train.py"], "samestep: --rdzv-endpoint h:x: give HOST:PORT"),
     (["run", "--log-dir", "train.py", "train.py"], "samestep: --log-dir train.py is not a directory"),
     (["run", "-m", "no.such.module"], "samestep: -m no.such.module: there is no module 'no'"),
+    (["run", "--grace", "-1", "train.py"], "samestep: --grace -1.0: give a number of seconds from 0"),
+    (["run", "--grace", "nan", "train.py"], "samestep: --grace nan: give a number of seconds from 0"),
     (["run", "."], "samestep: . is a directory"),
     (["run"], "samestep: Missing argument 'SCRIPT'"),
     (["run", "--no-such-option", "train.py"], "samestep: No such option"),
@@ -91,6 +93,7 @@ def test_help_and_version_need_no_torch(results: list[tuple[int, str, str, bool]
         "--rdzv-id",
         "--max-restarts",
         "--log-dir",
+        "--grace",
         "-m",
     ):
         assert option in run[1]

@@ -25,8 +25,9 @@ from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 
+from samestep.errors import PREEMPTED_STATUS
 from samestep.launch import processes
-from samestep.launch.failure import Failure, failures_of, in_order, lost_a_peer
+from samestep.launch.failure import Failure, failures_of, in_order, is_preempted, lost_a_peer
 from samestep.launch.hosts import Hosts
 from samestep.launch.options import RunOptions
 from samestep.launch.output import Output
@@ -63,7 +64,8 @@ class _NoRedirection(LogsSpecs):
 class Ranks(SubprocessContext):
     """torchelastic's supervision of one attempt's ranks, which run already."""
 
-    def __init__(self, local_ranks: LocalRanks) -> None:
+    def __init__(self, local_ranks: LocalRanks, grace_s: float) -> None:
+        self._grace_s = grace_s
         local = range(len(local_ranks.running))
         super().__init__(
             name="samestep",
@@ -87,17 +89,27 @@ class Ranks(SubprocessContext):
     def _poll(self) -> Any:
         processes.reap_orphans(keep=[rank.pid for rank in self.ranks])
         self._hurry_those_that_leave()
-        return None if self._is_cause_to_come() else super()._poll()
+        return None if self._is_cause_to_come() or self._are_others_to_follow() else super()._poll()
+
+    def _are_others_to_follow(self) -> bool:
+        """Whether some ranks have been preempted and the others may still be on their way."""
+        ended = [rank for rank in self.ranks if rank.poll() is not None]
+        if len(ended) == len(self.ranks) or not ended:
+            return False
+        waited_s = time.time() - min(rank.noticed_s for rank in ended)
+        return waited_s < self._grace_s and all(rank.poll() == PREEMPTED_STATUS for rank in ended)
 
     def _hurry_those_that_leave(self) -> None:
         """A rank that has left its last word runs its exit functions, which may block: not for ever."""
         leaving = [rank for rank in self.ranks if rank.error_file.exists() and rank.poll() is None]
         for rank in leaving:
             word = rank.last_word()
-            if word is not None and time.time() - word.time_s > LEAVE_PATIENCE_S:
+            patience_s = self._grace_s if is_preempted(word) else LEAVE_PATIENCE_S
+            if word is not None and time.time() - word.time_s > patience_s:
                 rank.ended_by_launcher = True
                 rank.send(signal.SIGKILL)
-        if any(not lost_a_peer(rank.last_word()) for rank in leaving):
+        words = [rank.last_word() for rank in leaving]
+        if any(not lost_a_peer(word) and not is_preempted(word) for word in words):
             self._local_ranks.ask_to_end(but=leaving)
 
     def _is_cause_to_come(self) -> bool:
@@ -158,6 +170,8 @@ class Agent(SimpleElasticAgent):
         self._on_failure = on_failure
         self._hosts: Hosts | None = None
         self._context: Ranks | None = None
+        self._grace_s = options.grace_s
+        self.is_preempted = False  # the ranks were asked to end, have saved, and want to be started again
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         workers = worker_group.workers
@@ -177,7 +191,7 @@ class Agent(SimpleElasticAgent):
         self.failures = []
         store: Any = worker_group.store
         self._hosts = Hosts(store, place.host_index, place.num_hosts)
-        self._context = Ranks(self._local_ranks)
+        self._context = Ranks(self._local_ranks, self._grace_s)
         self._context.start()
         return self._context.pids()
 
@@ -191,7 +205,9 @@ class Agent(SimpleElasticAgent):
             if not self._hosts.have_failed():
                 return RunResult(state=WorkerState.HEALTHY)
             self._context.close()
-        elif not result.is_failed():
+        elif not result.is_failed() or self._local_ranks.are_preempted():
+            # Starting them again is for whoever preempted them, with the machine they get then.
+            self.is_preempted = result.is_failed()
             return RunResult(
                 state=WorkerState.SUCCEEDED,
                 return_values={workers[i].global_rank: value for i, value in result.return_values.items()},

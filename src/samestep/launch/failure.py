@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from samestep.errors import PREEMPTED_STATUS
 from samestep.launch.memory import OutOfMemoryCounter
 
 if TYPE_CHECKING:
@@ -88,10 +89,11 @@ def failures_of(ranks: Sequence[Rank], memory: OutOfMemoryCounter) -> list[Failu
 def in_order(failures: Sequence[Failure]) -> list[Failure]:
     """The cause first: the earliest failure that nothing else explains."""
 
-    def key(failure: Failure) -> tuple[bool, bool, float]:
+    def key(failure: Failure) -> tuple[bool, bool, bool, float]:
         is_unannounced = failure.exception == ""
         time_s = failure.time_s - (_UNANNOUNCED_ADVANTAGE_S if is_unannounced else 0.0)
-        return (failure.ended_by_launcher, failure.lost_a_peer, time_s)
+        is_preempted = failure.exit_code == PREEMPTED_STATUS
+        return (failure.ended_by_launcher, is_preempted, failure.lost_a_peer, time_s)
 
     return sorted(failures, key=key)
 
@@ -99,6 +101,11 @@ def in_order(failures: Sequence[Failure]) -> list[Failure]:
 def lost_a_peer(word: LastWord | None) -> bool:
     """Whether a rank that left `word` failed only because another rank was gone."""
     return word is not None and word.exception != "SystemExit" and bool(_LOST_PEER.search(word.last_line))
+
+
+def is_preempted(word: LastWord | None) -> bool:
+    """Whether a rank that left `word` was asked to end, and has saved."""
+    return word is not None and word.exit_code == PREEMPTED_STATUS
 
 
 def _failure_of(rank: Rank, memory: OutOfMemoryCounter) -> Failure:

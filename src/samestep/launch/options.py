@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import sys
 import uuid
@@ -31,12 +32,15 @@ class RunOptions:
     rdzv_id: str | None = None
     max_restarts: int = 0
     log_dir: Path | None = None
+    grace_s: float = 30.0  # between SIGTERM and SIGKILL
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
             raise LaunchError(f"--nproc {self.num_ranks}: at least one process is needed")
         if self.max_restarts < 0:
             raise LaunchError(f"--max-restarts {self.max_restarts}: give 0 or more")
+        if not 0 <= self.grace_s < math.inf:
+            raise LaunchError(f"--grace {self.grace_s}: give a number of seconds from 0")
         if self.max_hosts > 1 and self.rdzv_endpoint is None:
             raise LaunchError(
                 "--nnodes needs --rdzv-endpoint HOST:PORT, the same on every host: "

@@ -7,12 +7,13 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from samestep.errors import PREEMPTED_STATUS
 from samestep.launch import processes
 from samestep.launch.memory import OutOfMemoryCounter
 from samestep.launch.output import Output
 from samestep.launch.rank import Place, Rank, start_rank
 
-GRACE_S = 2.0  # from the first signal to SIGKILL
+GRACE_S = 2.0  # from the first signal to SIGKILL, unless the launcher was asked to end
 _KILLED_S = 1.0  # a process in uninterruptible sleep survives SIGKILL: do not wait for it for ever
 
 
@@ -28,6 +29,7 @@ class LocalRanks:
     def __init__(self, command: Sequence[str], folder: Path, output: Output) -> None:
         self.running: list[Rank] = []
         self.stop_signal = int(signal.SIGTERM)
+        self.grace_s = GRACE_S
         self.memory = OutOfMemoryCounter()  # counts from before the ranks of this attempt started
         self._command = command
         self.folder = folder
@@ -55,6 +57,10 @@ class LocalRanks:
         self._guard = processes.Guard([rank.pid for rank in self.running])
         return self.running
 
+    def are_preempted(self) -> bool:
+        """Whether all have ended because they were asked to, and say so."""
+        return bool(self.running) and all(rank.poll() == PREEMPTED_STATUS for rank in self.running)
+
     def send(self, signum: int) -> None:
         """Send all of them a signal."""
         for rank in self.running:
@@ -73,7 +79,7 @@ class LocalRanks:
         """All of them have ended, and their children: asked to, then killed."""
         self.ask_to_end()
         if self._asked_s:
-            _wait_for(self.running, self._asked_s + GRACE_S - time.monotonic())
+            _wait_for(self.running, self._asked_s + self.grace_s - time.monotonic())
         self.kill()
 
     def kill(self) -> None:

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
+from samestep.errors import PREEMPTED_STATUS
 from samestep.launch import processes
 from samestep.launch.failure import Failure, report
 from samestep.launch.loopback import LOOPBACK, listen
@@ -30,7 +31,8 @@ def run(options: RunOptions) -> int:
     """The exit status of the run that `options` describe: 0, or how the rank that failed first ended.
 
     That is its own exit code, 1 for an exception, 128 + the number of the signal that killed it. A signal
-    to the launcher, such as Ctrl-C, gives 128 + its number too.
+    to the launcher, such as Ctrl-C, gives 128 + its number too; but 75 if all ranks of this host then ended
+    with that, having saved.
 
     Raises:
         LaunchError: the options turn out to be impossible here.
@@ -39,7 +41,7 @@ def run(options: RunOptions) -> int:
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder, Output(options.log_dir) as output:
         local_ranks = LocalRanks(options.command, Path(folder), output)
         try:
-            with SignalWatch(local_ranks) as signals:
+            with SignalWatch(local_ranks, options.grace_s) as signals:
                 try:
                     return _run(options, local_ranks, output, signals)
                 except Stopped as stop:
@@ -51,7 +53,14 @@ def run(options: RunOptions) -> int:
 def _stop(signum: int, local_ranks: LocalRanks, output: Output) -> int:
     local_ranks.end()
     output.drain(_DRAIN_S)
+    if local_ranks.are_preempted():
+        _say_preempted(output)
+        return PREEMPTED_STATUS
     return 128 + (signal.SIGPIPE if output.is_broken else signum)
+
+
+def _say_preempted(output: Output) -> None:
+    output.say(f"samestep: the ranks ended as asked, with status {PREEMPTED_STATUS}: start the run again")
 
 
 def _run(options: RunOptions, local_ranks: LocalRanks, output: Output, signals: SignalWatch) -> int:
@@ -103,6 +112,9 @@ def _supervise(
         return 1
     output.drain(_DRAIN_S)
     agent.leave()
+    if agent.is_preempted:
+        _say_preempted(output)
+        return PREEMPTED_STATUS
     if agent.failures:
         return agent.failures[0].exit_status
     return 1 if result.is_failed() else 0

@@ -29,10 +29,12 @@ class SignalWatch:
     Args:
         local_ranks: get SIGINT as SIGINT, so that a script may catch KeyboardInterrupt and save; other
             signals as SIGTERM. The second signal kills them, and this process.
+        grace_s: how long after SIGTERM they may take to save. Who presses Ctrl-C does not want to wait.
     """
 
-    def __init__(self, local_ranks: LocalRanks) -> None:
+    def __init__(self, local_ranks: LocalRanks, grace_s: float) -> None:
         self._local_ranks = local_ranks
+        self._grace_s = grace_s
         self._received: int | None = None
         self._leave: Callable[[int], NoReturn] | None = None
         self._before: dict[int, Any] = {}
@@ -71,7 +73,11 @@ class SignalWatch:
             self._local_ranks.kill()
             os._exit(128 + signum)
         self._received = signum
-        self._local_ranks.stop_signal = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
+        if signum == signal.SIGINT:
+            self._local_ranks.stop_signal = signal.SIGINT
+        else:
+            self._local_ranks.stop_signal = signal.SIGTERM
+            self._local_ranks.grace_s = self._grace_s
         self._local_ranks.ask_to_end()
         if self._leave is not None:
             self._leave(signum)
