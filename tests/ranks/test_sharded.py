@@ -11,6 +11,7 @@ from torch import nn, optim
 from samestep import DistributedDataParallel, ShardedOptimizer
 from samestep.errors import GradientError, OptimizerError
 from samestep.testing import thread_ranks
+from samestep.virtual import VirtualRanks, virtual_ranks
 
 from .sharding import CAP_MB, Lion, Net, assert_same_bits, batch, plain, sharded, train
 from .test_shm import shm_ranks
@@ -92,6 +93,33 @@ def test_a_parameter_that_a_step_leaves_out_does_not_move(stage):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_accumulate_under_no_sync(stage):
     compare(thread_ranks, 2, optim.AdamW, {"lr": 0.01}, stage=stage, micro_batches=3)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_slices_are_summed_along_the_tree_over_gloo_too(size):
+    compare(thread_ranks, size, optim.AdamW, {"lr": 0.01}, stage=2, deterministic=True)
+
+
+@pytest.mark.parametrize("ranks", [thread_ranks, shm_ranks])
+def test_virtual_ranks_have_the_same_bits_whoever_plays_them(ranks):
+    def rank_main(group, make):
+        virtual = VirtualRanks(group.rank(), group.size(), virtual_size=4)
+        virtual_ranks(group, attach=virtual)
+        model = DistributedDataParallel(seeded(Net), process_group=group, bucket_cap_mb=CAP_MB)
+        optimizer = make(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            for position in range(*virtual.block):
+                with virtual.play(position, step):
+                    model(batch(step, position), use=step == position == 1).square().mean().backward()
+            optimizer.step()
+        return dict(model.module.state_dict()), optimizer.state_dict()
+
+    (expected,) = ranks(rank_main, 1, plain(optim.AdamW, lr=0.01))
+    for size in (1, 2, 3, 4):
+        for stage in (1, 2):
+            for found in ranks(rank_main, size, sharded(optim.AdamW, lr=0.01, stage=stage)):
+                assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

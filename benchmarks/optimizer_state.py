@@ -1,0 +1,69 @@
+"""Bytes of AdamW's state per rank: replicated, and with the sharded optimizer.
+
+    python benchmarks/optimizer_state.py
+
+Bytes, not time: ranks are threads of this process, and the figures are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+import samestep
+from samestep.bench.models import WORKLOADS, Workload
+from samestep.testing import thread_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _paired import write_between_markers
+
+
+def state_bytes(workload: Workload, group: dist.ProcessGroup) -> int:
+    model, loss_of = workload.make(torch.device("cpu"))
+    wrapped = samestep.DistributedDataParallel(model, process_group=group)
+    optimizer = samestep.ShardedOptimizer(wrapped, torch.optim.AdamW)
+    loss_of(wrapped).backward()
+    optimizer.step()
+    return optimizer.state_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3, 4])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--page", type=Path, help="write the table between the marks of this page")
+    options = parser.parse_args()
+
+    header = ["model", "ranks", "replicated", "sharded, largest share", "of 1 / ranks"]
+    table, record = [], []
+    for name in options.models:
+        workload = WORKLOADS[name]
+        (whole,) = thread_ranks(partial(state_bytes, workload), 1)
+        for size in options.ranks:
+            parts = thread_ranks(partial(state_bytes, workload), size)
+            record.append({"model": name, "ranks": size, "replicated": whole, "sharded": parts})
+            most = max(parts)
+            table.append([workload.title, str(size), f"{whole:,}", f"{most:,}", f"{most * size / whole:.4f}"])
+    shown = Table(*header, title="AdamW's state, bytes per rank")
+    for row in table:
+        shown.add_row(*row)
+    Console(width=120).print(shown)
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    if options.page:
+        lines = [header, ["---"] * len(header), *table]
+        text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        write_between_markers(options.page, "optimizer-state", text)
+
+
+if __name__ == "__main__":
+    main()
