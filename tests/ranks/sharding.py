@@ -85,11 +85,11 @@ def train(
     micro_batches: int = 1,
     use_in: tuple[int, ...] = (),
     start: dict[str, Any] | None = None,
-    deterministic: bool = False,
+    **options: Any,
 ) -> tuple[dict[str, Tensor], Any, nn.Module, Optimizer]:
-    """(weights, state, wrapped model, optimizer) after these steps on this rank."""
+    """(weights, state, wrapped model, optimizer) here; `options` are the wrapper's."""
     model = DistributedDataParallel(
-        seeded(build).to(dtype), process_group=group, bucket_cap_mb=CAP_MB, deterministic=deterministic
+        seeded(build).to(dtype), process_group=group, bucket_cap_mb=CAP_MB, **options
     )
     start = copy.deepcopy(start)  # ranks are threads, and a plain optimizer goes on in the memory it is given
     if start is not None:

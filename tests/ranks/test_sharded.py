@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from samestep import DistributedDataParallel, ShardedOptimizer
+from samestep import DistributedDataParallel, ShardedOptimizer, checkpoint
 from samestep.errors import GradientError, OptimizerError
 from samestep.testing import thread_ranks
 from samestep.virtual import VirtualRanks, virtual_ranks
@@ -171,6 +171,99 @@ def test_a_group_is_added_and_a_layer_thawed(stage):
         assert_same_bits(run(group, sharded(optim.AdamW, lr=0.01, stage=stage)), expected)
 
     shm_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_wrapper_plans_its_buckets_anew(stage):
+    def replan(step, model, optimizer):
+        if step == 1:
+            names = [slot.name for slot in model._reducer.slots]
+            plan = model.bucket_plan.regrouped([names[:5], names[5:]])
+            model.use_bucket_plan(plan)
+
+    compare(shm_ranks, 2, optim.AdamW, {"lr": 0.01}, stage=stage, each_step=replan)
+    # This one is planned anew between the first backward and its step.
+    how = {"skip_all_reduce_unused_params": True}
+    compare(shm_ranks, 2, optim.AdamW, {"lr": 0.01}, stage=stage, **how)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # by torch's Adagrad
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("cls", [optim.SGD, optim.Adagrad, optim.SparseAdam])
+def test_sparse_embeddings_stay_whole(cls, stage):
+    def build():
+        tables = nn.ModuleList(nn.Embedding(30, 7, sparse=True) for _ in range(3))
+        return tables if cls is optim.SparseAdam else nn.ModuleList([*tables, nn.Linear(7, 70)])
+
+    def rank_main(group):
+        results = []
+        for make in (plain(cls, lr=0.1), sharded(cls, lr=0.1, stage=stage)):
+            module = seeded(build)
+            module.forward = lambda rows, m=module: sum(
+                layer(rows) if isinstance(layer, nn.Embedding) else layer.weight.square().sum() for layer in m
+            )
+            model = DistributedDataParallel(module, process_group=group)
+            optimizer = make(model)
+            for step in range(3):
+                optimizer.zero_grad()
+                rows = torch.arange(4) * (step + 1) + group.rank()
+                model(rows).square().sum().backward()
+                optimizer.step()
+            results.append((dict(module.state_dict()), optimizer.state_dict()))
+        assert_same_bits(results[1], results[0])
+
+    thread_ranks(rank_main, 2)
+
+
+def test_muon_is_dealt_out_by_whole_matrices():
+    def build():
+        return nn.Sequential(*(nn.Linear(27, 27, bias=False) for _ in range(5)))
+
+    compare(shm_ranks, 3, optim.Muon, {"lr": 0.01}, build=build)
+    with pytest.raises(ValueError, match="only supports 2D"):
+        thread_ranks(partial(train, make=sharded(optim.Muon)), 2)
+
+
+def test_an_optimizer_that_was_made_before_the_wrapper():
+    def rank_main(group):
+        results = []
+        for make in (
+            optim.AdamW,
+            partial(ShardedOptimizer, optimizer_class=optim.AdamW, process_group=group),
+        ):
+            net = seeded(Net)
+            optimizer = make(net.named_parameters(), lr=0.01)
+            model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=CAP_MB)
+            for step in range(3):
+                optimizer.zero_grad()
+                model(batch(step, group.rank())).square().mean().backward()
+                optimizer.step()
+            results.append((dict(net.state_dict()), optimizer.state_dict()))
+        assert_same_bits(results[1], results[0])
+        assert "head.weight" in results[1][1]["param_groups"][0]["param_names"]
+
+    shm_ranks(rank_main, 2)
+
+
+def test_checkpoints_hold_it(tmp_path):
+    def rank_main(group, steps, *, load):
+        def begin(model):
+            optimizer = ShardedOptimizer(model, optim.AdamW, lr=0.01)
+            if load:
+                checkpoint.load(tmp_path, {"model": model, "optimizer": optimizer}, **alone)
+            return optimizer
+
+        alone = {"process_group": group, "random_states": False}
+        weights, state, model, optimizer = train(group, begin, steps, use_in=(1,))
+        if not load:
+            checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer}, step=steps.stop, **alone)
+        return weights, state
+
+    shm_ranks(partial(rank_main, load=False), 3, range(3))
+    both = shm_ranks(partial(rank_main, load=True), 2, range(3, 5))
+    saved = shm_ranks(partial(rank_main, load=True), 2, range(3, 3))
+    assert_same_bits(both[0], both[1])
+    assert saved[0][1]["state"][1]["step"] == 3.0
 
 
 def test_closures_and_hooks_run_once():

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from samestep.errors import OptimizerError
 from samestep.gradients.meeting import serial_number
 from samestep.gradients.reducer import Reducer, reducer_of
+from samestep.gradients.sliced import SlicedGradient
 from samestep.optim.exchange import verify_alike
 from samestep.optim.flat import FlatBucket
 from samestep.optim.groups import NOT_OPTIONS, as_groups, copy_options, number_parameters, with_names
@@ -255,7 +256,8 @@ class ShardedOptimizer(Saving, torch.optim.Optimizer, UnevenSteps):
             whole = WholeStates({"state": states, "param_groups": groups}, [p.shape for p in parameters])
             self._fill(self._shards, whole)
         for reducer in self._reducers:
-            reducer.sharded_by.append(weakref.ref(self))
+            if not any(found() is self for found in reducer.sharded_by):
+                reducer.sharded_by.append(weakref.ref(self))
             if self.stage == 2:
                 reducer.scatter(
                     {
@@ -272,6 +274,8 @@ class ShardedOptimizer(Saving, torch.optim.Optimizer, UnevenSteps):
         loose = [p for b in shards.buckets if b.source is None for p in b.parameters if p.requires_grad]
         if not any(r.closed for r in self._reducers) and all(reducer_of(p) is None for p in loose):
             return shards
+        if any(isinstance(p.grad, SlicedGradient) for p in self._parameters()):
+            self.gather_gradients()  # those cuts are no more
         before = self._whole_states()
         self._find_reducers()
         self._lay_out(before)
