@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test suite lint fix types check conformance bench soak build setup clean help
+.PHONY: demo test suite sameness lint fix types check conformance bench soak build setup clean help
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -27,6 +27,9 @@ test: $(READY) ## run the tests (CPU only, some minutes)
 
 suite: $(READY) ## torch's own DDP tests with our class on 2 ranks (a minute or two)
 	@$(BIN)/python -m pytest tests/conformance/test_ddp_suite.py
+
+sameness: $(READY) ## train on 1, 2, 3 and 4 processes and compare every bit; prints a table (some minutes)
+	@$(BIN)/python -W ignore -m tests.sameness
 
 lint: $(READY) ## check style, formatting and the layering of imports
 	@$(BIN)/ruff check .

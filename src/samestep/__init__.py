@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from samestep.gradients import DistributedDataParallel as DistributedDataParallel
     from samestep.observe import progress as progress
     from samestep.optim import ShardedOptimizer as ShardedOptimizer
+    from samestep.optim import clip_grad_norm_ as clip_grad_norm_
     from samestep.preemption import Preemption as Preemption
     from samestep.world import World as World
     from samestep.world import barrier as barrier
@@ -45,6 +46,7 @@ _HOME_OF = {
     "World": ("samestep.world", "World"),
     "barrier": ("samestep.world", "barrier"),
     "checkpoint": ("samestep.checkpoint", None),
+    "clip_grad_norm_": ("samestep.optim", "clip_grad_norm_"),
     "destroy_process_group": ("samestep.world", "destroy_process_group"),
     "device": ("samestep.world", "device"),
     "gather": ("samestep.world", "gather"),

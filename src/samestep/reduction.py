@@ -18,6 +18,7 @@ sum are added while those of the next travel.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,10 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep import collectives
-from samestep.tree import Span, combine, subtrees, tree_sum
+from samestep.errors import WorldError
+from samestep.tree import PartialSums, Span, combine, subtrees, tree_sum
 from samestep.virtual import VirtualRanks
 
-__all__ = ["PendingSum", "TreeSum", "padded_numel"]
+__all__ = ["PendingSum", "TreeSum", "mean_over_virtual_ranks", "padded_numel", "tree_sum_of"]
 
 _WHOLE_BYTES = 32 * 1024  # of all ranks' parts together; up to here one message beats less traffic
 _ALIGNMENT = 16  # elements; slices begin on whole cache lines
@@ -260,3 +262,62 @@ def _follows_ranks(all_nodes: Sequence[Sequence[Span]], virtual_size: int) -> bo
 
     names = {nodes[0]: str(rank) for rank, nodes in enumerate(all_nodes)}
     return combine(names, virtual_size, bracket) == tree_sum(list(names.values()), bracket)
+
+
+def tree_sum_of(values: Tensor) -> Tensor:
+    """The sum of `values` over its first dimension, along the tree; all additions of a level at once."""
+    while len(values) > 1:
+        even = len(values) // 2 * 2
+        pairs = values[0:even:2] + values[1:even:2]
+        values = pairs if even == len(values) else torch.cat([pairs, values[even:]])
+    return values[0]
+
+
+Value = Tensor | float
+
+
+def mean_over_virtual_ranks(
+    tree: TreeSum, block: Span, values: Value | Sequence[Value], weights: Sequence[float] | None = None
+) -> Tensor:
+    """The weighted mean of values that virtual ranks have computed, added in float64 along the tree.
+
+    Ranks: all, with values of equal shapes.
+
+    Args:
+        tree: of the group.
+        block: the virtual ranks that this process plays.
+        values: those of this process's turns in their order, equally many for each virtual rank.
+        weights: of each; default: all equal.
+
+    Returns:
+        A tensor of the values' shape; of their dtype if that is a float's, else float64.
+
+    Raises:
+        WorldError: there are not equally many values for each virtual rank, or all weights are zero.
+    """
+    listed = list(values) if isinstance(values, (list, tuple)) else [values]
+    tensors = [value if isinstance(value, Tensor) else torch.tensor(value) for value in listed]
+    num_played = block.stop - block.start
+    if not tensors or len(tensors) % num_played or (weights is not None and len(weights) != len(tensors)):
+        raise WorldError(
+            f"{len(tensors)} values and {len(tensors) if weights is None else len(weights)} weights for "
+            f"{num_played} virtual ranks: give one of each per micro-batch, in the order of their turns"
+        )
+    device = collectives.device_of(tree.group)
+    scales = [1.0] * len(tensors) if weights is None else [float(weight) for weight in weights]
+    rows = [
+        torch.cat([tensor.detach().to(device, torch.float64).reshape(-1), torch.ones(1, device=device)])
+        * scale
+        for tensor, scale in zip(tensors, scales, strict=True)
+    ]
+    sums: PartialSums[Tensor] = PartialSums(block, tree.virtual_size, torch.Tensor.add_)
+    each = len(rows) // num_played
+    for first in range(0, len(rows), each):
+        sums.push(functools.reduce(torch.Tensor.add_, rows[first : first + each]))
+    parts = list(sums.parts().values())
+    total = tree.total(parts, parts[-1])
+    if total[-1] == 0:
+        raise WorldError("a mean over weights that are all zero")
+    like = tensors[0]
+    mean = (total[:-1] / total[-1]).view(like.shape).to(like.device)
+    return mean.to(like.dtype) if like.is_floating_point() and isinstance(listed[0], Tensor) else mean

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -28,6 +29,7 @@ from samestep.environment import Environment, environment_of_arguments, is_loopb
 from samestep.errors import Preempted, WorldError
 from samestep.gathering import SharesRows
 from samestep.gathering import gather as _gather
+from samestep.reduction import TreeSum, mean_over_virtual_ranks
 from samestep.virtual import VirtualRanks, virtual_ranks
 
 __all__ = [
@@ -296,6 +298,7 @@ class World:
             )
         self.seed = seed
         self.virtual_size = virtual_size
+        self._tree: tuple[VirtualRanks, TreeSum] | None = None
         self._backend = backend
         self._timeout = timeout
 
@@ -386,6 +389,36 @@ class World:
         Ranks: all.
         """
         return gather(value, of=of, dst=dst, pad=pad)
+
+    def mean(
+        self,
+        values: torch.Tensor | float | Sequence[torch.Tensor | float],
+        weights: Sequence[float] | None = None,
+    ) -> torch.Tensor:
+        """The mean, over all virtual ranks, of what each has computed: a loss, an accuracy.
+
+            losses = []
+            for batch in step:
+                ...
+                losses.append(loss)
+            print(world.mean(losses))
+
+        It is added in float64 along the tree: the same bits on any number of processes.
+
+        Ranks: all, with values of equal shapes.
+
+        Args:
+            values: one per micro-batch of this process's virtual ranks, in the order of their turns; or a
+                single one.
+            weights: what each counts for, such as its number of samples. Default: all equal.
+
+        Raises:
+            WorldError: there are not equally many values for each virtual rank, or all weights are zero.
+        """
+        virtual = self.virtual
+        if self._tree is None or self._tree[0] is not virtual:
+            self._tree = virtual, TreeSum(self.group, virtual)
+        return mean_over_virtual_ranks(self._tree[1], virtual.block, values, weights)
 
     def seed_ranks(self) -> None:
         """From here on each rank draws random numbers (dropout, augmentation) of its own.
