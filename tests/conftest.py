@@ -14,6 +14,8 @@ from samestep.testing import PRELOAD
 
 # What rank processes of these tests import besides: seconds each, so the server that forks them does it once.
 _SLOW_IMPORTS = [
+    "torch._dynamo",  # by every optimizer
+    "samestep.checkpoint",
     "torch.distributed.optim",
     "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing as mp
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from multiprocessing.forkserver import ensure_running
 
 import torch
 
 from samestep import shm
+from samestep.testing import PRELOAD
 
 from .runs import changing_digests, digests_of
 from .training import NUM_STEPS, Case, cases
@@ -23,6 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 3, 4], help="numbers of processes")
     parser.add_argument("--virtual", type=int, nargs="*", default=[4, 8], help="numbers of virtual ranks")
     options = parser.parse_args(arguments)
+    # All processes fork from one that has imported what they need.
+    mp.get_context("forkserver").set_forkserver_preload(
+        [*PRELOAD, "torch._dynamo", "tests.sameness.training"]
+    )
+    ensure_running()
     todo = list(cases(tuple(options.virtual)))
     backends = ["gloo", "shm"] if shm.is_available() else ["gloo"]
     print(
