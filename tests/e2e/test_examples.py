@@ -89,6 +89,16 @@ def test_the_lesson_shows_what_it_says(tmp_path: Path) -> None:
     torch.testing.assert_close(state["weight"], torch.ones(1, 8), atol=1e-3, rtol=0.0)
 
 
+def test_the_weights_are_the_same_bits_on_any_number_of_processes_and_loader_workers(tmp_path: Path) -> None:
+    def digests(launcher: list[str], *arguments: str) -> list[str]:
+        output = run(launcher, "same.py", "--epochs", "1", *arguments, cwd=tmp_path).stdout
+        return re.findall(r"\b[0-9a-f]{64}\b", output)
+
+    alone = digests(PYTHON, "--workers", "1")
+    assert len(set(alone)) == 2  # of the model and of the optimizer
+    assert digests([*SAMESTEP_RUN[:-1], "3"]) == alone
+
+
 def test_the_character_transformer_learns_and_writes(tmp_path: Path) -> None:
     ended = run(SAMESTEP_RUN, "chargpt.py", "--steps", "20", "--every", "10", cwd=tmp_path)
     after_10, after_20 = map(float, re.findall(r"on text not seen ([\d.]+)", ended.stdout))
