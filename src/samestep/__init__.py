@@ -13,11 +13,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from samestep import checkpoint as checkpoint
+    from samestep import nn as nn
     from samestep.data import DataLoader as DataLoader
     from samestep.data import DistributedSampler as DistributedSampler
     from samestep.data import WeightedSampler as WeightedSampler
     from samestep.errors import Preempted as Preempted
     from samestep.gradients import DistributedDataParallel as DistributedDataParallel
+    from samestep.nn import SyncBatchNorm as SyncBatchNorm
     from samestep.observe import progress as progress
     from samestep.optim import ShardedOptimizer as ShardedOptimizer
     from samestep.optim import clip_grad_norm_ as clip_grad_norm_
@@ -43,6 +45,7 @@ _HOME_OF = {
     "DistributedSampler": ("samestep.data", "DistributedSampler"),
     "ShardedOptimizer": ("samestep.optim", "ShardedOptimizer"),
     "WeightedSampler": ("samestep.data", "WeightedSampler"),
+    "SyncBatchNorm": ("samestep.nn", "SyncBatchNorm"),
     "World": ("samestep.world", "World"),
     "barrier": ("samestep.world", "barrier"),
     "checkpoint": ("samestep.checkpoint", None),
@@ -56,6 +59,7 @@ _HOME_OF = {
     "init_process_group": ("samestep.world", "init_process_group"),
     "is_initialized": ("samestep.world", "is_initialized"),
     "is_main": ("samestep.world", "is_main"),
+    "nn": ("samestep.nn", None),
     "progress": ("samestep.observe", "progress"),
     "Preempted": ("samestep.errors", "Preempted"),
     "Preemption": ("samestep.preemption", "Preemption"),

@@ -34,6 +34,7 @@ __all__ = [
     "gather_slices",
     "reduce_slices",
     "sums_along_the_tree",
+    "wire_device",
 ]
 
 Work = dist.Work
@@ -47,6 +48,12 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
         return cpu
     kind = devices[0].type
     return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def wire_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+    """Where `group` communicates tensors that are on `device`: there if it can, else where it can."""
+    kinds = {supported.type for supported in group._device_types}
+    return device if device.type in kinds else device_of(group)
 
 
 def all_reduce(

@@ -35,6 +35,10 @@ class OptimizerError(SamestepError, RuntimeError):
     """An optimizer cannot be sharded as the script asks; the message says what can."""
 
 
+class NormalizationError(SamestepError, ValueError):
+    """A layer cannot normalise what the ranks gave it."""
+
+
 class DataError(SamestepError, ValueError):
     """A data set, sampler or its saved state does not fit the run."""
 

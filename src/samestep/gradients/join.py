@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 
 from samestep import collectives
 from samestep.errors import GradientError
+from samestep.gradients.rounds import CollectiveLayer, Rounds
 
 if TYPE_CHECKING:
     from samestep.gradients.ddp import DistributedDataParallel
@@ -78,9 +79,12 @@ class ReplicaJoinHook(JoinHook):
         """One step of the others: buffers, and gradients if they synchronise them."""
         model = self._model
         model._promised = False
+        rounds = model._rounds()
         facts = announce(model, active=False)
         if model.training:
             model._buffer_sync.before_forward(src=facts.first_active)
+        if rounds is not None:
+            rounds.follow()
         if facts.num_synchronising:
             model._set_join_divisor(facts.num_active)
             model._reducer.stand_by()
@@ -101,10 +105,19 @@ class JoinBlock(Join):
 
     def __init__(self, model: DistributedDataParallel, **options: Any) -> None:
         self._model = model
+        model._join_block_is_ours = True
         found = [reference() for reference in model._reducer.sharded_by]
         # Sharded optimizers of the model step without data as well, after the model's own hook.
         self._optimizers = list({id(o): o for o in found if o is not None}.values())
         super().__init__([model, *self._optimizers], **options)
+
+    def __enter__(self) -> None:
+        if self._enable:
+            try:
+                self._model._rounds()
+            except GradientError:
+                self._leave()
+                raise
 
     def __exit__(
         self,
@@ -114,18 +127,33 @@ class JoinBlock(Join):
     ) -> None:
         model = self._model
         try:
+            rounds = model._reducer.rounds
             if self._enable and value is not None:
                 _tell_the_others(model, value)
+            elif rounds is not None:
+                rounds.end_step()
             super().__exit__(type, value, traceback)
         finally:
-            for joinable in (model, *self._optimizers):
-                joinable._join_config = _JoinConfig.construct_disabled_join_config()
-            model._leave_join()
+            if rounds is not None and rounds.is_void:
+                model._reducer.forget()
+            self._leave()
+
+    def _leave(self) -> None:
+        model = self._model
+        model._join_block_is_ours = False
+        for joinable in (model, *self._optimizers):
+            joinable._join_config = _JoinConfig.construct_disabled_join_config()
+        model._leave_join()
 
 
 def _tell_the_others(model: DistributedDataParallel, error: BaseException) -> None:
     """The other ranks, which wait for this one in their next step, learn that it raised."""
-    if isinstance(error, GradientError):
+    rounds = model._reducer.rounds
+    if rounds is not None and rounds.is_open and isinstance(error, Exception):
+        model._promised = False
+        rounds.give_up()
+        return
+    if isinstance(error, GradientError) or (rounds is not None and rounds.is_void):
         return  # either all ranks have it, or it says that collectives no longer match
     if not isinstance(error, Exception):
         return  # Ctrl-C and the like: the process goes, and its sockets with it
@@ -146,6 +174,7 @@ class UnevenInputs(Joinable):
         super().__init__()
         self._join_divides_by_initial = True
         self._promised = False  # inside of join(): the others wait for this rank's next backward
+        self._join_block_is_ours = False  # the block, which torch's `Join` may have made too
 
     def join(  # type: ignore[misc]
         self: DistributedDataParallel,
@@ -192,6 +221,9 @@ class UnevenInputs(Joinable):
 
     def _announce_step(self: DistributedDataParallel) -> int:  # type: ignore[misc]
         early = None
+        rounds = self._rounds()
+        if rounds is not None:
+            rounds.end_step()
         try:
             Join.notify_join_context(self)
         except RuntimeError as error:  # of throw_on_early_termination, on all ranks alike
@@ -201,11 +233,28 @@ class UnevenInputs(Joinable):
         facts = announce(self, active=True, synchronise=self.require_backward_grad_sync)
         self._promised = self.require_backward_grad_sync
         self._set_join_divisor(facts.num_active)
+        if rounds is not None:
+            rounds.open()
         return facts.first_active
+
+    def _rounds(self: DistributedDataParallel) -> Rounds | None:  # type: ignore[misc]
+        """Those of the block; None if no layer of the module communicates by itself."""
+        reducer = self._reducer
+        if reducer.rounds is None and self.process_group.size() > 1:
+            named = self.module.named_modules()
+            layers = {name: layer for name, layer in named if isinstance(layer, CollectiveLayer)}
+            if layers:
+                reducer.rounds = Rounds(layers, self.process_group, self.device)
+                # In torch's block nothing of ours runs when a rank leaves: no step may be open by then.
+                reducer.rounds.closes_early = not self._join_block_is_ours
+        return reducer.rounds
 
     def _set_join_divisor(self: DistributedDataParallel, num_active: int) -> None:  # type: ignore[misc]
         size = self.process_group.size()
         self._reducer.divisor = size if self._join_divides_by_initial else num_active
 
     def _leave_join(self: DistributedDataParallel) -> None:  # type: ignore[misc]
+        if self._reducer.rounds is not None:
+            self._reducer.rounds.close()
+            self._reducer.rounds = None
         self._reducer.divisor = self.process_group.size()

@@ -39,6 +39,7 @@ from samestep.gradients.leaves import Leaves
 from samestep.gradients.meeting import serial_number
 from samestep.gradients.queue import BucketQueue
 from samestep.gradients.rides import Rides, num_rides, read_rides, write_rides
+from samestep.gradients.rounds import Rounds
 from samestep.gradients.sliced import SlicedGradient
 from samestep.gradients.sparse import SparseGradients
 from samestep.gradients.turns import Role, Turns
@@ -92,6 +93,7 @@ class Reducer:
         self.sharded_by: list[Callable[[], Any]] = []  # weak references to sharded optimizers
         self.is_static = True  # every backward so far has fired the same hooks
         self.error: str | None = None  # a promise that was broken
+        self.rounds: Rounds | None = None  # in a join block whose layers communicate too: buckets go last
         self.clock = Clock()
         self.on_synchronised: list[Callable[[], None]] = []  # called when the gradients are the same
         self.on_kept: list[Callable[[Turns], None]] = []  # called when a virtual rank's wait in the tree
@@ -159,7 +161,7 @@ class Reducer:
 
     def continue_from(self, before: Reducer) -> None:
         """Take over what `before`, which has another plan or other parameters, knows of this run."""
-        self.synchronise, self.divisor = before.synchronise, before.divisor
+        self.synchronise, self.divisor, self.rounds = before.synchronise, before.divisor, before.rounds
         self.num_backwards, self.clock, self._items = before.num_backwards, before.clock, before._items
         self.queue.num_early = before.queue.num_early
         self.queue._clock = self.clock
@@ -269,6 +271,16 @@ class Reducer:
         self._begin(force=True)
         self._settle()
 
+    def forget(self) -> None:
+        """A backward that was under way is void, which all ranks know already."""
+        self._syncing = False
+        self._items = 0
+        self._watch.forget()
+        self.turns.role = Role.ACCUMULATE
+        self._drop_gradients()
+        self._forget_step()
+        self._void()
+
     # One backward
 
     def _begin(self, *, force: bool = False) -> None:
@@ -328,10 +340,12 @@ class Reducer:
         bucket.filled_at = self._num_filled
         self._num_filled += 1
         # The first backward shows how often each parameter fires: nothing goes out early in it.
-        if self._usual_firings is not None and not self._keep_graph:
+        if self._usual_firings is not None and not self._keep_graph and self.rounds is None:
             self.queue.launch_ready(self._scale_before())
 
     def _finish(self, *, force: bool = False) -> None:
+        if self.rounds is not None:
+            self.rounds.backward_ended(synchronised=self._syncing)
         if self.turns.role is Role.KEEP:
             self._keep()
         if not self._syncing:
@@ -443,6 +457,10 @@ class Reducer:
         self.turns.role = Role.ACCUMULATE
         if not syncing:
             return False
+        if self.rounds is not None and self.rounds.is_open:
+            self.forget()
+            self.rounds.give_up()
+            raise GradientError("the last backward raised inside of join(): leave the block")
         # The other ranks wait for the buckets that this one has not sent: they get zeros, and the word.
         self._drop_gradients()
         self._items = 0

@@ -21,6 +21,7 @@ from samestep.gradients.arguments import IGNORED, ignored_names
 from samestep.gradients.buckets import DEFAULT_CAP_MB
 from samestep.gradients.hooks import GradBucket
 from samestep.gradients.replicas import broadcast_tensors
+from samestep.gradients.rounds import CollectiveLayer
 
 if TYPE_CHECKING:
     from samestep.gradients.ddp import DistributedDataParallel
@@ -189,7 +190,9 @@ class TorchNames:
             "num_parameter_tensors": len(plan.parameters),
             "bucket_sizes": ", ".join(str(plan.bucket_bytes(b.index)) for b in in_order),
             "num_buckets_reduced": len(in_order) + len(plan.sparse),
-            "has_sync_bn": any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules()),
+            "has_sync_bn": any(
+                isinstance(m, (nn.SyncBatchNorm, CollectiveLayer)) for m in self.module.modules()
+            ),
             "join_uneven_inputs": self._join_used,
             "has_error": error is not None,
             "unused_parameter_size": reducer.unused_bytes,
