@@ -17,6 +17,7 @@ def over_shm(case, *args):
     warnings.simplefilter("ignore")  # torch's own deprecations, in torch's own code
     store = dist.PrefixStore("shm", dist.distributed_c10d._get_default_store())
     rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # the others may still be connecting
     dist.destroy_process_group()
     register()
     dist.init_process_group("shm", store=store, rank=rank, world_size=size)

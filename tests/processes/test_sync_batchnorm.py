@@ -239,6 +239,7 @@ def _train(how: str) -> list[Tensor]:
     if how == "shm":
         store = dist.PrefixStore("shm", dist.distributed_c10d._get_default_store())
         size = dist.get_world_size()
+        dist.barrier()  # the others may still be connecting
         dist.destroy_process_group()
         register()
         dist.init_process_group("shm", store=store, rank=rank, world_size=size)
