@@ -27,7 +27,7 @@ CLASSES = [
     (Lion, {"lr": 0.01}),
 ]
 IDS = [cls.__name__ for cls, _ in CLASSES]
-EVERYWHERE = [(thread_ranks, 1), (thread_ranks, 2), (shm_ranks, 2), (shm_ranks, 3), (shm_ranks, 4)]
+EVERYWHERE = [(thread_ranks, 1), (thread_ranks, 2), (shm_ranks, 3), (shm_ranks, 4)]
 PLACES = pytest.mark.parametrize(
     ("ranks", "size"), EVERYWHERE, ids=[f"{r.__name__.partition('_')[0]}-{n}" for r, n in EVERYWHERE]
 )
@@ -518,6 +518,12 @@ def test_two_optimizers_share_a_model():
         assert_same_bits(results[0], results[1])
 
     shm_ranks(rank_main, 2)
+
+
+def test_long_parameters_are_updated_in_pieces(monkeypatch):
+    monkeypatch.setattr("samestep.optim.sharded.CACHED", 128)
+    for cls, options in (CLASSES[0], CLASSES[2], CLASSES[-1]):
+        compare(shm_ranks, 2, cls, options, stage=2, use_in=(1,))
 
 
 def test_many_small_parameters_are_updated_as_few_tensors():

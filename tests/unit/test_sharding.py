@@ -17,22 +17,27 @@ from samestep.optim.state import TensorSpec, WholeStates, cut_state, flat_view
 numels = st.lists(st.integers(0, 1000), min_size=1, max_size=12)
 
 
-def covered(layout: BucketLayout, num_ranks: int) -> dict[int, list[tuple[int, int]]]:
+def covered(
+    layout: BucketLayout, num_ranks: int, longest: int | None = None
+) -> dict[int, list[tuple[int, int]]]:
     """The pieces of each parameter, of all ranks."""
     found: dict[int, list[tuple[int, int]]] = {}
     for rank in range(num_ranks):
-        for piece in layout.pieces(rank):
+        for piece in layout.pieces(rank, longest):
+            assert longest is None or piece.numel <= longest
             assert piece.offset == layout.offsets()[piece.parameter] + piece.start
             found.setdefault(piece.parameter, []).append((piece.start, piece.stop))
     return found
 
 
-@given(numels, st.integers(1, 9))
-def test_even_cuts_cover_everything_once_and_evenly(sizes: list[int], num_ranks: int) -> None:
+@given(numels, st.integers(1, 9), st.sampled_from([None, 64, 256]))
+def test_even_cuts_cover_everything_once_and_evenly(
+    sizes: list[int], num_ranks: int, longest: int | None
+) -> None:
     cuts = even_cuts(sizes, num_ranks)
     layout = BucketLayout(tuple(range(len(sizes))), tuple(sizes), cuts)
     for parameter, numel in enumerate(sizes):
-        ends = covered(layout, num_ranks).get(parameter, [])
+        ends = covered(layout, num_ranks, longest).get(parameter, [])
         assert [start for start, _ in ends] == [0, *(stop for _, stop in ends[:-1])][: len(ends)]
         assert (ends[-1][1] if ends else 0) == numel
         assert all(start % ALIGNMENT == 0 for start, _ in ends)

@@ -4,6 +4,11 @@
 Kernels run over most of a tensor in vectors and over its last few elements one by one, and the two may round
 differently (fused multiply-add). So that an element is computed as it would be in the whole parameter,
 a parameter is cut at multiples of `ALIGNMENT` from its own start: its tail stays a tail.
+
+[Note: Pieces that fit in a cache]
+An optimizer passes over its tensors a dozen times in one step. On a CPU it does so in memory if they are
+long, in a cache if they are not, and its temporaries are as long as they. So there, pieces and runs are no
+longer than `CACHED`.
 """
 
 from __future__ import annotations
@@ -13,9 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-__all__ = ["ALIGNMENT", "BucketLayout", "Piece", "even_cuts", "whole_cuts"]
+__all__ = ["ALIGNMENT", "CACHED", "BucketLayout", "Piece", "even_cuts", "whole_cuts"]
 
 ALIGNMENT = 64  # elements: two of the widest vectors, of the narrowest floats
+CACHED = 2**18  # elements, 1 MB of float32
 
 
 @dataclass(frozen=True)
@@ -51,14 +57,18 @@ class BucketLayout:
         """Where each parameter begins."""
         return list(accumulate(self.numels, initial=0))[:-1]
 
-    def pieces(self, rank: int) -> list[Piece]:
-        """What `rank` owns, in order; parameters without elements belong to nobody."""
+    def pieces(self, rank: int, longest: int | None = None) -> list[Piece]:
+        """What `rank` owns, in order; parameters without elements belong to nobody.
+
+        `longest`: pieces of more elements, a multiple of ALIGNMENT, are cut further.
+        """
         first, last = self.cuts[rank], self.cuts[rank + 1]
         found = []
         offset = 0
         for parameter, numel in zip(self.parameters, self.numels, strict=True):
-            start, stop = max(first, offset), min(last, offset + numel)
-            if start < stop:
+            begin, end = max(first, offset), min(last, offset + numel)
+            for start in range(begin, end, longest or max(1, end - begin)):
+                stop = min(end, start + longest) if longest else end
                 found.append(Piece(parameter, start - offset, stop - offset, start))
             offset += numel
         return found

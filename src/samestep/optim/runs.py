@@ -70,8 +70,12 @@ def group_pieces(
     states: Sequence[PartState],
     *,
     merge: bool,
+    longest: int | None = None,
 ) -> list[tuple[Run, list[PartState]]]:
-    """The longest runs that `pieces` of one bucket, in order, can form, each with its pieces' states."""
+    """The longest runs that `pieces` of one bucket, in order, can form, each with its pieces' states.
+
+    `longest`: of no more elements, unless one piece has more.
+    """
     result: list[tuple[Run, list[PartState]]] = []
     members: list[Piece] = []
     held: list[PartState] = []
@@ -79,7 +83,8 @@ def group_pieces(
     group_of_last = 0
     for piece, group, state in zip(pieces, groups, states, strict=True):
         kind: Hashable = (group, _signature(state))
-        if members and (not merge or kind != last or bucket.layout.whole):
+        fits = longest is None or not members or piece.offset + piece.numel - members[0].offset <= longest
+        if members and (not merge or kind != last or bucket.layout.whole or not fits):
             result.append((Run(bucket, group_of_last, members), held))
             members, held = [], []
         members.append(piece)

@@ -19,6 +19,7 @@ from samestep.optim.exchange import verify_alike
 from samestep.optim.flat import FlatBucket
 from samestep.optim.groups import NOT_OPTIONS, as_groups, copy_options, number_parameters, with_names
 from samestep.optim.kinds import Kind, is_torchs_own, kind_of
+from samestep.optim.layout import CACHED
 from samestep.optim.plan import plan_layouts
 from samestep.optim.position import is_position_independent
 from samestep.optim.saving import Saving
@@ -249,6 +250,7 @@ class ShardedOptimizer(Saving, torch.optim.Optimizer, UnevenSteps):
             group,
             self._make,
             merge=self._may_merge,
+            longest=CACHED if self._works_in_passes() else None,
             one_by_one=is_torchs_own(self._class),
         )
         if states:
@@ -280,6 +282,12 @@ class ShardedOptimizer(Saving, torch.optim.Optimizer, UnevenSteps):
         self._find_reducers()
         self._lay_out(before)
         return self._existing()
+
+    def _works_in_passes(self) -> bool:
+        """Whether one step is many passes over each tensor, which had better stay in a CPU's cache."""
+        devices = {p.device.type for p in self._parameters()}
+        at_once = any(group.get("fused") or group.get("foreach") for group in self.param_groups)
+        return devices == {"cpu"} and not at_once
 
     def _may_merge(self, bucket: FlatBucket) -> bool:
         if self._kind is not Kind.ELEMENTS or not is_torchs_own(self._class):

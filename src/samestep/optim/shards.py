@@ -35,6 +35,7 @@ class Shards:
         group: the ranks.
         make: makes the inner optimizer from parameter groups.
         merge: whether pieces of this bucket may be updated as one tensor.
+        longest: the most elements of one tensor, see [Note: Pieces that fit in a cache] in layout.py.
         one_by_one: update and send bucket by bucket, so that one travels while the next is computed.
     """
 
@@ -47,11 +48,13 @@ class Shards:
         make: MakeOptimizer,
         *,
         merge: Callable[[FlatBucket], bool],
+        longest: int | None,
         one_by_one: bool,
     ) -> None:
         self._group = group
         self._make = make
         self._merge = merge
+        self._longest = longest
         self._num_groups = len(param_groups)
         of = [g for g, param_group in enumerate(param_groups) for _ in param_group["params"]]
         self._group_of = dict(enumerate(of))
@@ -70,7 +73,8 @@ class Shards:
         """The inner optimizer is made anew; the state of piece (parameter, start) is that in `states`."""
         grouped = []
         for bucket in self.buckets:
-            pieces = bucket.layout.pieces(self._group.rank())
+            longest = None if bucket.layout.whole else self._longest
+            pieces = bucket.layout.pieces(self._group.rank(), longest)
             grouped.append(
                 group_pieces(
                     bucket,
@@ -78,6 +82,7 @@ class Shards:
                     [self._group_of[piece.parameter] for piece in pieces],
                     [states.get((piece.parameter, piece.start), PartState()) for piece in pieces],
                     merge=self._merge(bucket),
+                    longest=longest,
                 )
             )
         self._runs = [[run for run, _ in runs] for runs in grouped]
