@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 import pytest
@@ -318,6 +319,43 @@ def test_grad_scaler_skips_the_step_on_all_ranks(stage, fused):
     thread_ranks(rank_main, 2)
 
 
+def test_unscaled_and_clipped_in_slices():
+    def rank_main(group):
+        found = []
+        for stage in (1, 2):
+            model = DistributedDataParallel(seeded(Net), process_group=group, bucket_cap_mb=CAP_MB)
+            optimizer = ShardedOptimizer(model, optim.SGD, stage=stage, lr=1.0)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            scaler.scale(model(batch(0, group.rank())).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            found.append(optimizer.clip_grad_norm_(0.1))
+            scaler.step(optimizer)
+            found += [p.detach().clone() for p in model.parameters()]
+        for one, other in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True):
+            torch.testing.assert_close(one, other)
+
+    shm_ranks(rank_main, 2)
+
+
+def test_a_wrapper_goes_though_its_optimizer_stays():
+    def rank_main(group):
+        net = seeded(Net)
+        model = DistributedDataParallel(net, process_group=group)
+        optimizer = ShardedOptimizer(model, optim.AdamW, lr=0.01)
+        model(batch(0, group.rank())).sum().backward()
+        optimizer.step()
+        reducer = weakref.ref(model._reducer)
+        del model
+        assert reducer() is None
+        optimizer.zero_grad()
+        net(batch(0, 0)).square().mean().backward()  # the script's own affair now
+        optimizer.step()
+        return dict(net.state_dict())
+
+    found = thread_ranks(rank_main, 2)
+    assert_same_bits(found[0], found[1])
+
+
 def test_sliced_gradients_say_so_and_can_be_gathered():
     def rank_main(group):
         model = DistributedDataParallel(seeded(Net), process_group=group, bucket_cap_mb=CAP_MB)
@@ -545,6 +583,7 @@ def test_many_small_parameters_are_updated_as_few_tensors():
         (lambda m, g: ShardedOptimizer(m, optim.LBFGS), "products over all parameters"),
         (lambda m, g: ShardedOptimizer(m, optim.AdamW, stage=3), "stage=3"),
         (lambda m, g: ShardedOptimizer(m, optim.Adafactor, elementwise=True), "whole parameters"),
+        (lambda m, g: ShardedOptimizer(m, optim.SGD, differentiable=True), "in a graph"),
         (
             lambda m, g: ShardedOptimizer(seeded(Net), optim.SGD, process_group=g, stage=2),
             "wrap the model in it first",
@@ -554,7 +593,7 @@ def test_many_small_parameters_are_updated_as_few_tensors():
             "the stage is 1 on rank 0 and 2 on rank 1",
         ),
     ],
-    ids=["LBFGS", "stage", "elementwise", "no wrapper", "ranks differ"],
+    ids=["LBFGS", "stage", "elementwise", "differentiable", "no wrapper", "ranks differ"],
 )
 def test_what_makes_no_sense_is_refused(make, message):
     def rank_main(group):

@@ -92,10 +92,6 @@ class BucketQueue:
         """Whether only this rank's slice of the bucket is reduced."""
         return self.hook is None and bucket.index in self._cuts
 
-    def gather(self, bucket: Bucket) -> Any:
-        """All ranks' slices of a scattered bucket come together; returns a work."""
-        return collectives.gather_slices(bucket.gradients, self._cuts[bucket.index], self._group)
-
     def reset(self) -> None:
         """A backward begins: nothing has fired, nothing is under way."""
         for bucket in self.buckets:

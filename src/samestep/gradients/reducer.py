@@ -226,17 +226,6 @@ class Reducer:
                 slot.sliced = SlicedGradient(slot.param, slot.name, slot.view, part, self.group)
                 offset = stop
 
-    def gather(self) -> None:
-        """Gradients of which this rank had its slice alone are whole.
-
-        Ranks: all, after a synchronised backward.
-        """
-        for work in [self.queue.gather(b) for b in self.queue.buckets if self.queue.is_scattered(b)]:
-            work.wait()
-        for slot in self.slots:
-            if slot.sliced is not None and slot.param.grad is slot.sliced:
-                slot.param.grad = slot.view
-
     @property
     def closed(self) -> bool:
         """Whether another reducer, or none, has taken its place."""

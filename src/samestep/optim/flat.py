@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ class FlatBucket:
         self.layout = layout
         self.parameters = list(parameters)
         first = parameters[0]
+        self._group = group
         self._own = slice(layout.cuts[group.rank()], layout.cuts[group.rank() + 1])
         self.buffer = collectives.empty_for_reduction(layout.numel, first.dtype, first.device, group)
         self._views = [
@@ -70,6 +72,24 @@ class FlatBucket:
     def has_gradients(self) -> bool:
         """Whether any of its parameters has one, on whichever rank it is updated."""
         return any(parameter.grad is not None for parameter in self.parameters)
+
+    def gather_gradients(self) -> Any:
+        """Gradients of which each rank has its slice come together; a work, or None if they are whole.
+
+        Ranks: all, and then `take_whole_gradients`.
+        """
+        if not any(
+            slot.sliced is not None and slot.param.grad is slot.sliced for slot in self._slots.values()
+        ):
+            return None
+        assert self.source is not None
+        return collectives.gather_slices(self.source.gradients, self.layout.cuts, self._group)
+
+    def take_whole_gradients(self) -> None:
+        """They have come together."""
+        for slot in self._slots.values():
+            if slot.sliced is not None and slot.param.grad is slot.sliced:
+                slot.param.grad = slot.view
 
     def view_of(self, parameter: int) -> Tensor:
         """The place of a parameter, shaped like it."""

@@ -14,14 +14,13 @@ from torch.distributed.algorithms.join import Join, Joinable
 from samestep.errors import OptimizerError
 from samestep.gradients.meeting import serial_number
 from samestep.gradients.reducer import Reducer, reducer_of
-from samestep.gradients.sliced import SlicedGradient
 from samestep.optim.exchange import verify_alike
 from samestep.optim.flat import FlatBucket
 from samestep.optim.groups import NOT_OPTIONS, as_groups, copy_options, number_parameters, with_names
 from samestep.optim.kinds import Kind, is_torchs_own, kind_of
 from samestep.optim.layout import CACHED
 from samestep.optim.plan import plan_layouts
-from samestep.optim.position import is_position_independent
+from samestep.optim.position import is_position_independent, unhooked_step
 from samestep.optim.saving import Saving
 from samestep.optim.shards import Shards
 from samestep.optim.sliced_norm import clip_gradients
@@ -100,20 +99,21 @@ class ShardedOptimizer(Saving, torch.optim.Optimizer, UnevenSteps):
         self._class = optimizer_class
         self._class_options = defaults
         self._shards: Shards | None = None
-        self._reducers: list[Reducer] = []
+        self._reducer_refs: list[weakref.ref[Reducer]] = []  # they go with their wrapper
         self._num_synchronised = 0
         self._num_meetings = 0
         self._consolidated: tuple[int, dict[int, dict[str, Any]]] | None = None
         self._merges: dict[tuple[torch.dtype, torch.device], bool] = {}
         # The class itself checks its arguments and completes the groups, over the parameters as they are.
         template = self._make(as_groups(params))
+        if any(group.get("differentiable") for group in template.param_groups):
+            raise OptimizerError("differentiable=True needs every update in a graph: use the plain optimizer")
         Joinable.__init__(self)
         torch.optim.Optimizer.__init__(
             self, [with_names(g) for g in template.param_groups], template.defaults
         )
-        self._find_reducers()
-        first = self._reducers[0].group if self._reducers else None
-        self.process_group = process_group or first or default_group()
+        found = self._find_reducers()
+        self.process_group = process_group or (found[0].group if found else default_group())
         self._serial = serial_number(self.process_group)
         self._lay_out({})
 
@@ -145,7 +145,7 @@ class ShardedOptimizer(Saving, torch.optim.Optimizer, UnevenSteps):
         for name in scaling:  # from GradScaler, for fused optimizers
             setattr(shards.inner, name, getattr(self, name))
         try:
-            shards.update(_unhooked_step(shards.inner))
+            shards.update(unhooked_step(shards.inner))
         finally:
             for name in scaling:
                 delattr(shards.inner, name)
@@ -179,8 +179,8 @@ class ShardedOptimizer(Saving, torch.optim.Optimizer, UnevenSteps):
     ) -> Tensor:
         """The norm of all gradients as one vector; they are scaled down so that it is `max_norm` at most.
 
-        At stage 1 the same bits as `torch.nn.utils.clip_grad_norm_`; at stage 2 summed over slices, in
-        float64.
+        At stage 1 `samestep.clip_grad_norm_`; at stage 2 summed over slices, in float64: then the last bits
+        depend on the number of ranks.
 
         Ranks: all.
 
@@ -196,8 +196,7 @@ class ShardedOptimizer(Saving, torch.optim.Optimizer, UnevenSteps):
 
         Ranks: all, after a synchronised backward.
         """
-        for reducer in self._reducers:
-            reducer.gather()
+        self._existing().gather_gradients()
 
     @property
     def state_bytes(self) -> int:
@@ -216,15 +215,21 @@ class ShardedOptimizer(Saving, torch.optim.Optimizer, UnevenSteps):
         assert self._shards is not None
         return self._shards
 
-    def _find_reducers(self) -> None:
+    def _find_reducers(self) -> list[Reducer]:
         found: dict[int, Reducer] = {}
         for parameter in self._parameters():
             reducer = reducer_of(parameter)
             if reducer is not None:
                 found[id(reducer)] = reducer
-        self._reducers = list(found.values())
-        for reducer in self._reducers:
+        for reducer in found.values():
             self._names.update({id(slot.param): slot.name for slot in reducer.slots})
+        self._reducer_refs = [weakref.ref(reducer) for reducer in found.values()]
+        return list(found.values())
+
+    @property
+    def _reducers(self) -> list[Reducer]:
+        """Those that synchronise the parameters, or did when they were laid out."""
+        return [reducer for ref in self._reducer_refs if (reducer := ref()) is not None]
 
     def _lay_out(self, states: dict[int, dict[str, Any]]) -> None:
         """Everything that follows from the parameters and their reducers is made anew.
@@ -273,11 +278,12 @@ class ShardedOptimizer(Saving, torch.optim.Optimizer, UnevenSteps):
     def _settled(self) -> Shards:
         """The shards, laid out anew if the wrapper has planned its buckets anew. Ranks: all."""
         shards = self._existing()
+        known = self._reducers
         loose = [p for b in shards.buckets if b.source is None for p in b.parameters if p.requires_grad]
-        if not any(r.closed for r in self._reducers) and all(reducer_of(p) is None for p in loose):
+        is_current = len(known) == len(self._reducer_refs) and not any(reducer.closed for reducer in known)
+        if is_current and all(reducer_of(p) in (None, *known) for p in loose):
             return shards
-        if any(isinstance(p.grad, SlicedGradient) for p in self._parameters()):
-            self.gather_gradients()  # those cuts are no more
+        shards.gather_gradients()  # where they are in slices: those cuts are no more
         before = self._whole_states()
         self._find_reducers()
         self._lay_out(before)
@@ -313,10 +319,3 @@ class ShardedOptimizer(Saving, torch.optim.Optimizer, UnevenSteps):
             "a sharded optimizer cannot be copied or pickled: its slices belong to their rank. Keep its "
             "state_dict(), or use samestep.checkpoint"
         )
-
-
-def _unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """The step without its hooks, global ones above all: they have been called for the outer optimizer."""
-    step: Any = type(optimizer).step
-    plain = step.__wrapped__ if getattr(step, "hooked", False) else step
-    return lambda: plain(optimizer)

@@ -119,6 +119,16 @@ class Shards:
         tensors = [v for state in self.inner.state.values() for v in state.values() if isinstance(v, Tensor)]
         return sum(tensor.nbytes for tensor in tensors)
 
+    def gather_gradients(self) -> None:
+        """`param.grad` is whole where it was a slice.
+
+        Ranks: all, after the same backwards.
+        """
+        for bucket, work in [(bucket, bucket.gather_gradients()) for bucket in self.buckets]:
+            if work is not None:
+                work.wait()
+                bucket.take_whole_gradients()
+
     # One update
 
     def update(self, step: Callable[[], Any]) -> None:

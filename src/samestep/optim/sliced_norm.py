@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from samestep import collectives
 from samestep.gradients.sliced import SlicedGradient
+from samestep.optim.clip import clip_grad_norm_
 
 __all__ = ["clip_gradients"]
 
@@ -30,8 +31,7 @@ def clip_gradients(
     gradients = [p.grad for p in parameters if p.grad is not None]
     sliced = [g for g in gradients if isinstance(g, SlicedGradient)]
     if not sliced:
-        norm: Tensor = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-        return norm
+        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
     whole = [g for g in gradients if not isinstance(g, SlicedGradient)]
     parts = [g.part for g in sliced]
     total = _norm(parts, norm_type, sliced[0].device)
