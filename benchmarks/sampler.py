@@ -1,4 +1,4 @@
-"""samestep's DistributedSampler beside torch's: start, memory at the start, and cost per index.
+"""samestep's samplers and loader beside torch's: start, memory at the start, cost per index and per sample.
 
     python benchmarks/sampler.py [--rounds 5] [--largest 10000000] [--json FILE] [--page docs/benchmarks.md]
 
@@ -19,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 from _paired import Comparison, compare, report, seconds
-from samestep.data import DistributedSampler
+from samestep.data import DataLoader, DistributedSampler, WeightedSampler
 
 NUM_RANKS = 2
+BATCH_SIZE = 64
 
 
 def ours(length: int) -> DistributedSampler:
@@ -67,6 +70,54 @@ def memory(make: Callable[[int], Any], length: int) -> float:
     return float(grown_bytes)
 
 
+def our_weighted(length: int) -> WeightedSampler:
+    return WeightedSampler(torch.rand(length), length // NUM_RANKS, num_replicas=1, rank=0)
+
+
+def their_weighted(length: int) -> Any:
+    return WeightedRandomSampler(torch.rand(length), length // NUM_RANKS)
+
+
+def our_loader(length: int, *, streams: bool = False) -> DataLoader:
+    """Of one process, loading in process, samples that cost nothing: what is left is the loader's own."""
+    return DataLoader(range(length), BATCH_SIZE, shuffle=True, sample_streams=streams)
+
+
+def their_loader(length: int) -> Any:
+    return TorchLoader(range(length), BATCH_SIZE, sampler=TorchSampler(range(length), 1, 0))  # type: ignore[arg-type]
+
+
+def per_sample(loader: Any) -> float:
+    """Seconds per sample over a whole epoch."""
+    return seconds(lambda: drain(loader)) / len(loader) / BATCH_SIZE
+
+
+def loader_rows(num_rounds: int) -> list[Comparison]:
+    options: dict[str, Any] = {"num_rounds": num_rounds, "unit": "us", "scale": 1e6}
+    length = BATCH_SIZE * 1000
+    return [
+        _row("per draw of an epoch, by weights", per_index_of_weighted, 10**6, num_rounds, "ns", 1e9),
+        compare(
+            "loader, per sample that costs nothing, in process",
+            lambda: per_sample(our_loader(length)),
+            lambda: per_sample(their_loader(length)),
+            **options,
+        ),
+        compare(
+            "the same, ours with random streams for samples",
+            lambda: per_sample(our_loader(length, streams=True)),
+            lambda: per_sample(their_loader(length)),
+            **options,
+        ),
+    ]
+
+
+def per_index_of_weighted(make: Callable[[int], Any], length: int) -> float:
+    """Seconds per draw of an epoch, the sampler's making included."""
+    sampler = {ours: our_weighted, theirs: their_weighted}[make]
+    return seconds(lambda: drain(sampler(length))) / (length // NUM_RANKS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -97,10 +148,13 @@ def main() -> None:
             scale=1e9,
         )
     )
+    rows += loader_rows(options.rounds)
     report("DistributedSampler", rows, json_path=options.json, page=options.page, marker="sampler")
     for length in (10**8, 10**9):
         best = min(start(ours, length) for _ in range(options.rounds))
         print(f"ours alone, first index of 10**{len(str(length)) - 1}: {best * 1e3:.3f} ms")
+        best = min(seconds(lambda n=length: next(iter(our_loader(n)))) for _ in range(options.rounds))
+        print(f"ours alone, first batch of 10**{len(str(length)) - 1}: {best * 1e3:.3f} ms")
 
 
 def _row(

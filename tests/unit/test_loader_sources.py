@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from samestep.data import DataLoader, DistributedSampler, WeightedSampler
 from samestep.errors import DataError, WorldError
+from samestep.virtual import VirtualRanks, virtual_ranks
+from samestep.world import World
 from tests.loading import (
     Augmented,
     Numbers,
@@ -317,6 +319,16 @@ def test_a_pass_that_another_one_has_replaced_is_over() -> None:
 def test_more_processes_than_virtual_ranks() -> None:
     with pytest.raises(WorldError, match="virtual_size=2 cannot be played by 3 processes"):
         group_of(0, 3, 2)
+
+
+def test_a_loader_of_another_world() -> None:
+    group = group_of(0, 1, None)
+    loader = DataLoader(range(4), process_group=group)
+    virtual_ranks(group, attach=VirtualRanks(0, 1, virtual_size=2))  # as World does when it is entered
+    with pytest.raises(DataError, match="was made in another world than this one, or before it"):
+        next(iter(loader))
+    with pytest.raises(DataError, match="world and process_group: give one of them"):
+        DataLoader(range(4), process_group=group, world=World())
 
 
 def test_a_data_set_that_changes_length() -> None:

@@ -120,6 +120,7 @@ class DataLoader:
             raise DataError("batch_size and batch_sampler each say what a batch is: give one of them")
         self.dataset = dataset
         self.batch_size = None if batch_sampler is not None else batch_size
+        self._place = (world, process_group)
         self.virtual = setup.players(world, process_group)
         self.seed = setup.whole((self.virtual.seed or 0) if seed is None else seed, "seed")
         self.shape = setup.shape_of(self.virtual, self.batch_size, accumulation, mode, drop_last)
@@ -174,6 +175,7 @@ class DataLoader:
                 "batches of a step, or start over with set_epoch() or load_state_dict()"
             )
         self._check_length()
+        setup.check_players(self.virtual, *self._place)
         epoch, start = self._next_epoch, self._next_start
         deliveries = self._deliveries(epoch, start)
         self._current = Pass(epoch, start, deliveries, self.virtual, full_step=self.shape.num_units)

@@ -24,6 +24,7 @@ from samestep.virtual import VirtualRanks, virtual_ranks
 
 __all__ = [
     "FirstOnly",
+    "check_players",
     "collate_of",
     "draws_nothing",
     "is_stream",
@@ -62,6 +63,16 @@ def players(owner: Any, group: dist.ProcessGroup | None) -> VirtualRanks:
         return virtual_ranks(group)
     environment = read_environment()
     return VirtualRanks(environment.rank, environment.world_size)
+
+
+def check_players(virtual: VirtualRanks, owner: Any, group: dist.ProcessGroup | None) -> None:
+    """Raise if a world has come or gone since `virtual` was found: the wrapper would look at other turns."""
+    there_is_one = owner is not None or group is not None or world.is_initialized()
+    if there_is_one and players(owner, group) is not virtual:
+        raise DataError(
+            "the loader was made in another world than this one, or before it: make it inside of the `with "
+            "samestep.World(...)` block, after init_process_group()"
+        )
 
 
 def is_stream(dataset: Any) -> bool:
