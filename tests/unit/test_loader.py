@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 from collections import Counter
 from typing import Any
@@ -241,6 +242,21 @@ def test_persistent_workers_load_the_same_and_a_run_resumes_behind_their_backs()
     loader.load_state_dict(state)
     assert begun + turns_of(loader) == epochs[0]
     assert turns_of(loader) == epochs[1]
+
+
+def test_workers_end_with_the_loop_that_was_left_and_steps_may_outlive_it() -> None:
+    [loader] = loaders(Augmented(20), 1, 2, 3, shuffle=True, **WORKERS)
+    before = set(multiprocessing.active_children())
+    for _ in loader:
+        working = set(multiprocessing.active_children()) - before
+        assert len(working) == 1
+        break
+    del _
+    assert not set(multiprocessing.active_children()) & working
+    step = next(iter(loader))
+    assert len(list(step)) == 2
+    del step
+    assert not set(multiprocessing.active_children()) - before
 
 
 def test_a_worker_for_one_epoch_reads_ahead_and_a_run_resumes_without_it() -> None:

@@ -16,7 +16,7 @@ from samestep.data import permutation, setup
 from samestep.data.keyed import key_of
 from samestep.data.plan import LoaderMode
 from samestep.data.requests import RequestQueue
-from samestep.data.steps import Delivery, Pass
+from samestep.data.steps import Delivery, Pass, Standing
 from samestep.data.stream import Arrived, StreamCollate, StreamReader, StreamState
 from samestep.data.streams import StreamsKept
 from samestep.errors import DataError
@@ -144,7 +144,7 @@ class DataLoader:
             torch_options["generator"] = torch.Generator()
         self._torch_options = torch_options
         self._torch_loader = self._make_torch_loader(None)
-        self._current: Pass | None = None
+        self._current: Standing | None = None
         self._next_epoch = 0
         self._next_start = 0
         self._next_stream: Any = None
@@ -162,25 +162,26 @@ class DataLoader:
                 yield step
             else:
                 yield from step
-            if self._current is not here:
+            step.leave()
+            if self._current is not here.standing:
                 raise DataError(
-                    f"a pass over epoch {here.epoch} goes on after another one has begun, or after "
+                    f"a pass over epoch {here.standing.epoch} goes on after another one has begun, or after "
                     "set_epoch() or load_state_dict(): leave a pass before you begin another"
                 )
 
     def _begin(self) -> Pass:
-        if self._current is not None and self._current.step is not None and self._current.step.is_open:
+        if self._current is not None and self._current.left is not None:
             raise DataError(
-                f"{self._current.step.left_in_the_middle()}, and now another pass begins: go through all "
+                f"{self._current.left}, and now another pass begins: go through all "
                 "batches of a step, or start over with set_epoch() or load_state_dict()"
             )
         self._check_length()
         setup.check_players(self.virtual, *self._place)
         epoch, start = self._next_epoch, self._next_start
-        deliveries = self._deliveries(epoch, start)
-        self._current = Pass(epoch, start, deliveries, self.virtual, full_step=self.shape.num_units)
+        self._current = Standing(epoch, start, self._next_stream)
         self._next_epoch, self._next_start, self._next_stream = epoch + 1, 0, None
-        return self._current
+        deliveries = self._deliveries(epoch, start)
+        return Pass(self._current, deliveries, self.virtual, full_step=self.shape.num_units)
 
     def _evaluation(self) -> Iterator[Any]:
         self._check_length()
@@ -189,7 +190,7 @@ class DataLoader:
 
     def _deliveries(self, epoch: int, start: int) -> Iterator[Delivery]:
         """What torch's loader delivers: this process's micro-batches of the epoch from unit `start` on."""
-        self._queue.begin(epoch, start)
+        notes = self._queue.begin(epoch, start)
         if self._own_generator:
             self._torch_options["generator"].manual_seed(key_of("loader workers", self.seed, epoch) >> 1)
         arriving = iter(self._torch_loader)
@@ -199,7 +200,7 @@ class DataLoader:
                 arrived = next(arriving, nothing)
             if arrived is nothing:
                 return
-            note = self._queue.next_note()
+            note = notes.popleft()
             state = None
             if isinstance(arrived, Arrived):
                 if arrived.ended:
@@ -273,10 +274,8 @@ class DataLoader:
         epoch, position, stream = self._next_epoch, self._next_start, self._next_stream
         here = self._current
         if here is not None:
-            if here.step is not None and here.step.is_open:
-                raise DataError(
-                    f"{here.step.left_in_the_middle()}, and has no state there: take it after the step"
-                )
+            if here.left is not None:
+                raise DataError(f"{here.left}, and has no state there: take it after the step")
             epoch, position, stream = here.epoch, here.position, here.stream_state
             length = self._source.length
             if here.ended or (length is not None and not self.shape.num_steps(max(0, length - position))):

@@ -241,10 +241,15 @@ class RequestQueue:
         self._notes: deque[Note | None] = deque()
         self._begins: tuple[int, int] = (0, 0)
 
-    def begin(self, epoch: int, start: int) -> None:
-        """The next `iter()` is of this epoch, from unit `start`."""
+    def begin(self, epoch: int, start: int) -> deque[Note | None]:
+        """The next `iter()` is of this epoch, from unit `start`.
+
+        Returns:
+            The notes of what has been drawn, in order: the first is that of what is delivered next.
+        """
         self._begins = (epoch, start)
         self._notes = deque()
+        return self._notes
 
     def __iter__(self) -> Iterator[Any]:
         notes = self._notes
@@ -256,7 +261,3 @@ class RequestQueue:
                 elif self._in_process:
                     request.arrive()
             yield request
-
-    def next_note(self) -> Note | None:
-        """The note of the micro-batch that has just been delivered."""
-        return self._notes.popleft()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from samestep.data.requests import Note
 from samestep.errors import DataError
 from samestep.virtual import VirtualRanks
 
-__all__ = ["Delivery", "Pass", "Step"]
+__all__ = ["Delivery", "Pass", "Standing", "Step"]
 
 # A micro-batch, its note, and the state of a stream after its step, if there is one.
 Delivery = tuple[Any, Note, Any]
@@ -24,7 +25,7 @@ class Step:
 
     def __init__(self, here: Pass, first: Delivery) -> None:
         note = first[1]
-        self.epoch = here.epoch
+        self.epoch = here.standing.epoch
         self.position = note.step  # samples of the epoch before this step
         self.num_samples = note.num_in_step  # of the global batch, all processes together
         self._note = note
@@ -59,9 +60,7 @@ class Step:
                 weight=note.num_counted * virtual.virtual_size / note.num_in_step,
             )
             with turn:
-                self._num_taken += 1
-                if self._num_taken == self._num_turns:
-                    self._pass.finish(self._note, state)
+                self._take(state)
                 yield batch
                 del batch  # not two at a time
 
@@ -69,28 +68,31 @@ class Step:
         first, self._first = self._first, None
         return first or self._pass.delivery()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether some of its micro-batches were taken and others were not."""
-        return 0 < self._num_taken < self._num_turns
-
     def leave(self) -> None:
         """The loop goes on to the next step.
 
         Raises:
             DataError: it is in the middle of this one.
         """
-        if self.is_open:
-            raise DataError(f"{self.left_in_the_middle()}: go through all batches of a step, or none")
+        left = self._pass.standing.left
+        if left is not None:
+            raise DataError(f"{left}: go through all batches of a step, or none")
         while self._num_taken < self._num_turns:  # skipped as a whole
             *_, state = self._next()
-            self._num_taken += 1
-            if self._num_taken == self._num_turns:
-                self._pass.finish(self._note, state)
+            self._take(state)
 
-    def left_in_the_middle(self) -> str:
-        """What happened, for messages."""
-        return f"{self._name()} was left after {self._num_taken} of its {self._num_turns} batches here"
+    def _take(self, stream_state: Any) -> None:
+        self._num_taken += 1
+        standing = self._pass.standing
+        if self._num_taken < self._num_turns:
+            standing.left = (
+                f"{self._name()} was left after {self._num_taken} of its {self._num_turns} batches here"
+            )
+            return
+        standing.left = None
+        standing.position = self.position + self._note.num_units
+        standing.stream_state = stream_state
+        standing.ended = self._note.num_units < self._pass.full_step  # only the last one is short
 
     def _name(self) -> str:
         return f"the step at sample {self.position} of epoch {self.epoch}"
@@ -100,48 +102,40 @@ class Step:
         return f"Step(epoch={self.epoch}, position={self.position}, {taken})"
 
 
+@dataclass
+class Standing:
+    """How far a pass has come: what its loader remembers of it, without what has been read ahead."""
+
+    epoch: int
+    position: int  # where the next step begins: all units before it were taken
+    stream_state: Any = None
+    left: str | None = None  # which step is in its middle, in words
+    ended: bool = False  # nothing is left
+
+
 class Pass:
-    """An iteration over an epoch, or over what is left of it from unit `start`."""
+    """An iteration over an epoch, or over what is left of it.
+
+    Memory: what has been read ahead, and the workers that do so, are gone when nothing refers to the pass and
+    its steps any more.
+    """
 
     def __init__(
-        self,
-        epoch: int,
-        start: int,
-        deliveries: Iterator[Delivery],
-        virtual: VirtualRanks,
-        *,
-        full_step: int,
+        self, standing: Standing, deliveries: Iterator[Delivery], virtual: VirtualRanks, *, full_step: int
     ) -> None:
-        self.epoch = epoch
+        self.standing = standing
         self.virtual = virtual
-        self.position = start  # where the next step begins: all units before it were taken
-        self.stream_state: Any = None
-        self.step: Step | None = None
-        self.ended = False  # nothing is left
+        self.full_step = full_step  # units of a step that is not short
         self._deliveries = deliveries
-        self._full_step = full_step  # units of a step that is not short
 
     def next_step(self) -> Step | None:
-        """The next step; None after the last one.
-
-        Raises:
-            DataError: the step before was left in the middle.
-        """
-        if self.step is not None:
-            self.step.leave()
+        """The next step, once the one before was left; None after the last one."""
         first = next(self._deliveries, None)
         if first is None:
-            self.ended = True
+            self.standing.ended = True
             return None
-        self.step = Step(self, first)
-        return self.step
+        return Step(self, first)  # which is not kept here: it keeps this pass, and what it has read ahead
 
     def delivery(self) -> Delivery:
         """The next micro-batch of a step that has begun."""
         return next(self._deliveries)
-
-    def finish(self, note: Note, stream_state: Any) -> None:
-        """All micro-batches of a step were taken."""
-        self.position = note.step + note.num_units
-        self.stream_state = stream_state
-        self.ended = note.num_units < self._full_step  # only the last one is short
