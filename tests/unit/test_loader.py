@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import tracemalloc
 from collections import Counter
 from typing import Any
 
@@ -182,6 +183,20 @@ def test_the_samples_before_and_after_a_batch_size_has_changed_are_the_data_set(
     [second] = loaders(range(30), 1, 2, 5, shuffle=True)
     second.load_state_dict(first.state_dict())
     assert sorted(seen + counted(turns_of(second))) == list(range(30))
+
+
+def test_a_billion_samples_start_in_under_a_megabyte() -> None:
+    [loader] = loaders(range(10**9), 1, 8, 32, shuffle=True)
+    for _ in loader:  # what is made only once
+        break
+    tracemalloc.start()
+    try:
+        for step in loader:
+            assert len(step) == 8
+            break
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 # Random streams

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from samestep.data import DistributedSampler
 from samestep.errors import DataError, SamestepError
@@ -192,6 +192,19 @@ class Numbers(Dataset[int]):
 
 def collate(items: list[int]) -> list[int]:
     return items
+
+
+def test_a_loader_that_keeps_the_samplers_state_beside_each_batch_resumes_after_it() -> None:
+    """As torchdata's StatefulDataLoader does: a snapshot whenever it has drawn a batch, ahead of the loop."""
+    whole = list(samplers(30, 2)[0])
+    sampler = samplers(30, 2)[0]
+    batches = BatchSampler(sampler, 4, drop_last=False)
+    snapshots = [(batch, sampler.state_dict()) for batch in batches]
+    assert [index for batch, _ in snapshots for index in batch] == whole
+    for number, (_, state) in enumerate(snapshots[:-1]):
+        resumed = samplers(30, 2)[0]
+        resumed.load_state_dict(state)
+        assert list(resumed) == whole[4 * (number + 1) :]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
