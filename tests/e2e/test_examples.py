@@ -109,3 +109,11 @@ def test_the_character_transformer_learns_and_writes(tmp_path: Path) -> None:
         "step-000000010",
         "step-000000020",
     }
+
+
+def test_the_resnet_learns_and_its_weights_fit_plain_batchnorm(tmp_path: Path) -> None:
+    ended = run(SAMESTEP_RUN, "resnet.py", "--epochs", "3", "--width", "8", cwd=tmp_path)
+    assert "135 steps on 2 ranks (shm)" in ended.stdout
+    trained, loaded = map(float, re.findall(r"([\d.]+)%", ended.stdout))
+    assert loaded == trained >= 30.0  # guessing: 10
+    assert (tmp_path / "runs" / "resnet" / "step-000000135" / "model.safetensors").is_file()
