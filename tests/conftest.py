@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from samestep.testing import PRELOAD
 
@@ -20,6 +21,11 @@ _SLOW_IMPORTS = [
     "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
 ]
+
+
+# How long an example takes is the machine's business; a test that hangs has its time-out.
+settings.register_profile("samestep", deadline=None)
+settings.load_profile("samestep")
 
 
 @pytest.fixture(autouse=True)
