@@ -187,6 +187,7 @@ def _process_main(
     try:
         store = FileStore(path, world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT)
+        dist.barrier()  # a rank that left now would fail those that are still connecting to it
         result = fn(*args)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -125,6 +125,9 @@ def init_process_group(
             "MASTER_PORT, give init_method or store, or start the script with `samestep run`"
         )
     dist.init_process_group(backend, timeout=timeout or DEFAULT_TIMEOUT, **place, **torch_options)
+    if "gloo" in dist.get_backend_config():
+        # Gloo's ranks fail if one that they are still connecting to, having nothing to do, has left already.
+        collectives.barrier(default_group())
 
 
 def is_initialized() -> bool:

@@ -122,6 +122,18 @@ def test_the_default_is_shm_where_all_ranks_are_known_to_be_on_one_host(tmp_path
     assert process_ranks(_default_backends, 2, f"file://{tmp_path}/store") == [expected] * 2
 
 
+def _comes_and_goes(folder: str, backend: str) -> None:
+    dist.destroy_process_group()
+    for number in range(12):
+        samestep.init_process_group(backend, init_method=f"file://{folder}/{number}")
+        samestep.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_rank_with_nothing_to_do_may_leave_at_once(tmp_path: object, backend: str) -> None:
+    process_ranks(_comes_and_goes, 3, str(tmp_path), backend)
+
+
 def _spawned_by_a_script(port: int) -> tuple[int, int, int, str]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _alone()
