@@ -20,8 +20,9 @@ from samestep.virtual import VirtualRanks, virtual_ranks
 __all__ = ["Case", "cases", "play", "play_part"]
 
 _SEED = 7
-_BATCH = 4
-NUM_STEPS = 4
+_BATCH_SIZE = 4  # of a micro-batch
+_NUM_SAMPLES = 44  # the last step of an epoch is short, and its virtual ranks' shares are uneven
+NUM_STEPS = 4  # more than an epoch
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,24 @@ class Transformer(nn.Module):
 MODELS: dict[str, type[nn.Module]] = {"mlp": Mlp, "conv": ConvNet, "transformer": Transformer}
 
 
-def batch_of(case: Case, step: int, position: int) -> tuple[Tensor, Tensor]:
-    """One virtual rank's; the augmentation is drawn from the streams that are its own."""
-    generator = torch.Generator().manual_seed(1000 * step + position)
-    if case.model == "transformer":
-        tokens = torch.randint(0, 17, (_BATCH, 9), generator=generator)
-        return tokens[:, :-1].roll(np.random.randint(3), 1), tokens[:, 1:]
-    width = 20 if case.model == "mlp" else 128
-    inputs = torch.randn(_BATCH, width, generator=generator)
-    return inputs + 0.1 * torch.randn(_BATCH, width), torch.randint(0, 5, (_BATCH,), generator=generator)
+class Samples:
+    """A data set; each sample is augmented with random numbers, which are its own."""
+
+    def __init__(self, model: str) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self._is_text = model == "transformer"
+        self._targets = torch.randint(0, 5, (_NUM_SAMPLES,), generator=generator)
+        self._tokens = torch.randint(0, 17, (_NUM_SAMPLES, 9), generator=generator)
+        self._inputs = torch.randn(_NUM_SAMPLES, 20 if model == "mlp" else 128, generator=generator)
+
+    def __len__(self) -> int:
+        return _NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self._is_text:
+            tokens = self._tokens[index].roll(np.random.randint(3))
+            return tokens[:-1], tokens[1:]
+        return self._inputs[index] + 0.1 * torch.randn_like(self._inputs[index]), self._targets[index]
 
 
 class Run:
@@ -104,10 +114,14 @@ class Run:
     def __init__(self, case: Case, group: dist.ProcessGroup) -> None:
         self.case = case
         size = case.virtual_size if case.deterministic else None
-        self.virtual = VirtualRanks(group.rank(), group.size(), virtual_size=size, seed=_SEED)
-        virtual_ranks(group, attach=self.virtual)
+        virtual = VirtualRanks(group.rank(), group.size(), virtual_size=size, seed=_SEED)
+        virtual_ranks(group, attach=virtual)
+        self.world = samestep.World(seed=_SEED)  # of the group that there is
         torch.manual_seed(_SEED)
         self.model = samestep.DistributedDataParallel(MODELS[case.model](), bucket_cap_mb=0.01)
+        self.loader = samestep.DataLoader(
+            Samples(case.model), _BATCH_SIZE, shuffle=True, accumulation=2 if case.model == "conv" else 1
+        )
         parameters = self.model.parameters()
         self.optimizer: torch.optim.Optimizer
         if case.optimizer == "sgd":
@@ -115,24 +129,31 @@ class Run:
         else:
             self.optimizer = torch.optim.AdamW(parameters, lr=1e-2)
 
-    def step(self, number: int) -> None:
-        """One micro-batch per virtual rank that this process plays, then the update."""
-        self.optimizer.zero_grad()
-        for position in range(*self.virtual.block):
-            with (
-                self.virtual.play(position, number),
-                torch.autocast("cpu", torch.bfloat16, enabled=self.case.dtype == "bfloat16"),
-            ):
-                inputs, targets = batch_of(self.case, number, position)
-                outputs = self.model(inputs).float().flatten(0, -2)
-                nn.functional.cross_entropy(outputs, targets.flatten()).backward()
-        samestep.clip_grad_norm_(self.model.parameters(), 0.5)
-        self.optimizer.step()
+    def steps(self, number: int) -> Iterator[str]:
+        """The digest after each of so many steps; epochs follow each other."""
+        while number:
+            for step in self.loader:
+                losses = [self._loss(*batch) for batch in step]
+                samestep.clip_grad_norm_(self.model.parameters(), 0.5)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                yield self.digest(self.world.mean(losses))
+                number -= 1
+                if not number:
+                    return
 
-    def digest(self) -> str:
-        """Of every bit of the model and the optimizer."""
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.case.dtype == "bfloat16"):
+            outputs = self.model(inputs).float().flatten(0, -2)
+        loss = nn.functional.cross_entropy(outputs, targets.flatten())
+        loss.backward()
+        return loss.detach()
+
+    def digest(self, loss: Tensor) -> str:
+        """Of every bit of the model, the optimizer and the loss."""
         sha = hashlib.sha256()
-        for value in _leaves([self.model.module.state_dict(), self.optimizer.state_dict()["state"]]):
+        states = [self.model.module.state_dict(), self.optimizer.state_dict()["state"], loss]
+        for value in _leaves(states):
             if isinstance(value, Tensor):
                 sha.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
             else:
@@ -157,11 +178,7 @@ def play(backend: str, address: str, todo: list[Case]) -> dict[Case, list[str]]:
     group = _group(backend, address)
     digests = {}
     for case in todo:
-        run = Run(case, group)
-        digests[case] = []
-        for number in range(NUM_STEPS):
-            run.step(number)
-            digests[case].append(run.digest())
+        digests[case] = list(Run(case, group).steps(NUM_STEPS))
     return digests
 
 
@@ -174,13 +191,10 @@ def play_part(
     for case in todo:
         place = Path(folder) / str(case).replace(" ", "-")
         run = Run(case, group)
-        state = {"model": run.model, "optimizer": run.optimizer}
+        state = {"model": run.model, "optimizer": run.optimizer, "loader": run.loader}
         if start:
             assert checkpoint.load(place, state, random_states=False).step == start
-        digests[case] = []
-        for number in range(start, stop):
-            run.step(number)
-            digests[case].append(run.digest())
+        digests[case] = list(run.steps(stop - start))
         checkpoint.save(place, state, step=stop, random_states=False)
     return digests
 
