@@ -215,3 +215,10 @@ def _integer(variables: Mapping[str, str], name: str, *, default: int | None = N
         return int(text)
     except ValueError:
         raise LaunchError(f"{name}={text!r} is not a whole number") from None
+
+
+def num_usable_cores() -> int:
+    """The number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

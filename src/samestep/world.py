@@ -12,6 +12,7 @@ import random
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -23,9 +24,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store
 
+from samestep import arithmetic, collectives, shm
 from samestep import at_exit as at_exit  # from here on this process ends cleanly
-from samestep import collectives, shm
-from samestep.environment import Environment, environment_of_arguments, is_loopback, read_environment
+from samestep.environment import (
+    Environment,
+    environment_of_arguments,
+    is_loopback,
+    num_usable_cores,
+    read_environment,
+)
 from samestep.errors import Preempted, WorldError
 from samestep.gathering import SharesRows
 from samestep.gathering import gather as _gather
@@ -278,6 +285,11 @@ class World:
         backend: as for `init_process_group`.
         timeout: how long a collective may wait for other ranks.
         virtual_size: V; None: one virtual rank per process, and results depend on their number.
+        num_threads: intra-op threads of each process inside of the block, on which bits depend. Default: what
+            the launcher or `OMP_NUM_THREADS` says; with `virtual_size` the host's cores / V (at least 1),
+            which does not change with the number of processes.
+        deterministic_algorithms: inside of the block torch uses deterministic kernels alone, and raises where
+            there is none (`torch.use_deterministic_algorithms`). GPUs need it for equal bits, CPUs do not.
 
     Raises:
         WorldError: there are more processes than virtual ranks, or virtual ranks without a seed.
@@ -290,6 +302,8 @@ class World:
         backend: str | None = None,
         timeout: timedelta | None = None,
         virtual_size: int | None = None,
+        num_threads: int | None = None,
+        deterministic_algorithms: bool = False,
     ) -> None:
         if seed is not None and seed < 0:
             raise WorldError(f"seed={seed} is negative: seeds are whole numbers from 0")
@@ -299,7 +313,14 @@ class World:
             raise WorldError(
                 f"virtual_size={virtual_size} needs a seed: the virtual ranks' random streams come from it"
             )
+        if num_threads is not None and num_threads < 1:
+            raise WorldError(f"num_threads={num_threads}: a process has at least 1 thread")
+        if num_threads is None and virtual_size is not None:
+            num_threads = max(1, num_usable_cores() // virtual_size)
         self.seed = seed
+        self.num_threads = num_threads
+        self.deterministic_algorithms = deterministic_algorithms
+        self._arithmetic: AbstractContextManager[None] | None = None
         self.virtual_size = virtual_size
         self._tree: tuple[VirtualRanks, TreeSum] | None = None
         self._backend = backend
@@ -315,6 +336,10 @@ class World:
             destroy_process_group()
             raise
         virtual_ranks(self.group, attach=virtual)
+        self._arithmetic = arithmetic.set_up(
+            self.num_threads, deterministic_algorithms=self.deterministic_algorithms
+        )
+        self._arithmetic.__enter__()
         if self.seed is not None:
             _seed_everything(np.random.SeedSequence(self.seed))
         return self
@@ -325,6 +350,9 @@ class World:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._arithmetic is not None:
+            self._arithmetic.__exit__(None, None, None)
+            self._arithmetic = None
         if not is_initialized():
             return
         if kind is None or isinstance(error, Preempted) or (isinstance(error, SystemExit) and not error.code):

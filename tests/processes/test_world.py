@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import samestep
 from samestep import shm
+from samestep.environment import num_usable_cores
 from samestep.errors import LaunchError, WorldError
 from samestep.observe.bars import _Silent
 from samestep.testing import process_ranks
@@ -240,13 +241,20 @@ def test_no_rank_waits_for_one_that_failed(tmp_path: object, backend: str, error
 
 def _virtual() -> tuple[object, ...]:
     _alone()
-    with samestep.World(virtual_size=3, seed=5) as world:
+    torch.set_num_threads(2)
+    with samestep.World(virtual_size=3, seed=5, deterministic_algorithms=True) as world:
+        assert torch.get_num_threads() == max(1, num_usable_cores() // 3)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert world.mean([1.0, 2.0, 6.0]).item() == 3.0
         mine = world.virtual
         with mine.play(0, 0):
             drawn = torch.rand(1).item()
         with mine.play(1, 0):
             assert torch.rand(1).item() != drawn
-        return tuple(mine.block), mine.seed, mine.is_fixed
+        found = tuple(mine.block), mine.seed, mine.is_fixed
+    assert torch.get_num_threads() == 2
+    assert not torch.are_deterministic_algorithms_enabled()
+    return found
 
 
 def test_a_world_has_virtual_ranks() -> None:
@@ -254,7 +262,8 @@ def test_a_world_has_virtual_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"virtual_size": 0}, "at least 1"), ({"seed": None}, "seed")]
+    ("options", "message"),
+    [({"virtual_size": 0}, "at least 1"), ({"seed": None}, "seed"), ({"num_threads": 0}, "1 thread")],
 )
 def test_virtual_ranks_that_cannot_be(options: dict[str, int | None], message: str) -> None:
     with pytest.raises(WorldError, match=message):

@@ -25,6 +25,7 @@ from samestep.checkpoint.layout import (
     Manifest,
     parse_json,
 )
+from samestep.checkpoint.same_bits import same_bits_notes
 from samestep.checkpoint.scan import latest_in, open_regular
 from samestep.checkpoint.tensors import read_tensors
 from samestep.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
@@ -103,7 +104,8 @@ def load(
             for name in loadable
             for note in entries.follow_buckets(name, state[name], reader.entries[name].get("buckets"))
         ]
-        return notes + (_restore_random(reader, rank, world_size) if random_states else [])
+        notes += _restore_random(reader, rank, world_size) if random_states else []
+        return notes + same_bits_notes(reader.written_by, group, str(reader.path))
 
     agreed(read, group)
     notes = agreed(put, group)[rank]
@@ -153,6 +155,9 @@ def _restore_random(reader: _Reader, rank: int, world_size: int) -> list[str]:
     states = reader.random
     if states is None:
         return [f"{reader.path} holds no random states: the random streams were left as they are"]
+    if len(states) != world_size and all(state.digest == states[0].digest for state in states):
+        # All ranks drew alike, as they do with virtual ranks, and so can any other number of them.
+        return streams.restore(states[0])
     if len(states) != world_size:
         streams.seed_anew(states, rank, world_size)
         return [
@@ -170,6 +175,7 @@ class _Reader:
         self.step = -1
         self.world_size = -1
         self.entries: dict[str, Any] = {}
+        self.written_by: Any = None
         self.random: list[streams.RandomStates] | None = None
         self._random_file: str | None = None
         self._manifest = Manifest({})
@@ -184,6 +190,7 @@ class _Reader:
         try:
             self.step, self.world_size = state["step"], state["world_size"]
             self.entries, self._random_file = state["entries"], state["random"]
+            self.written_by = state.get("written_by")
             numbers = type(self.step) is int and type(self.world_size) is int
             complete = all("value" in entry for entry in self.entries.values())
             named = [self._random_file, *(entry["tensors"] for entry in self.entries.values())]

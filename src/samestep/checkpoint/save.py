@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from samestep.arithmetic import arithmetic_of_this_process
 from samestep.checkpoint import random_states as streams
 from samestep.checkpoint.agreement import agreed, group_or_world
 from samestep.checkpoint.encoding import encode
@@ -40,6 +40,7 @@ from samestep.checkpoint.owner import HIDDEN_PREFIXES, REMOVING, SAVING, hidden_
 from samestep.checkpoint.scan import checkpoints_in
 from samestep.checkpoint.tensors import chunks_of
 from samestep.errors import CheckpointError
+from samestep.virtual import virtual_ranks
 
 __all__ = ["save"]
 
@@ -97,9 +98,8 @@ def save(
         _check_arguments(state, step, keep)
         captured = {name: capture(value) for name, value in state.items()}
         if is_writer:
-            world_size = 1 if group is None else group.size()
             buckets = {name: buckets_of(value) for name, value in state.items()}
-            contents.update(_contents(captured, buckets, step, world_size, random_states=random_states))
+            contents.update(_contents(captured, buckets, step, group, random_states=random_states))
         return {
             "step": step,
             "names": sorted(state),
@@ -142,7 +142,7 @@ def _contents(
     captured: Mapping[str, object],
     buckets: Mapping[str, list[list[str]] | None],
     step: int,
-    world_size: int,
+    group: dist.ProcessGroup | None,
     *,
     random_states: bool,
 ) -> dict[str, Iterable[memoryview]]:
@@ -156,10 +156,13 @@ def _contents(
             entries[name]["buckets"] = buckets[name]
         if tensors:
             contents[tensors_file(name)] = chunks_of(tensors)
-    written_by = {"torch": str(torch.__version__), "num_threads": torch.get_num_threads()}
+    virtual = None if group is None else virtual_ranks(group)
+    written_by = arithmetic_of_this_process()
+    if virtual is not None and virtual.is_fixed:
+        written_by["virtual_size"] = virtual.virtual_size
     state = {
         "step": step,
-        "world_size": world_size,
+        "world_size": 1 if group is None else group.size(),
         "written_by": written_by,
         "random": RANDOM if random_states else None,
         "entries": entries,

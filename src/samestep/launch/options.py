@@ -133,7 +133,7 @@ def resolve_nproc(text: str) -> int:
         LaunchError: it is neither a number from 1 nor one of these words, or `gpu` finds none.
     """
     if text == "cpu":
-        from samestep.launch.rank import num_usable_cores
+        from samestep.environment import num_usable_cores
 
         return num_usable_cores()
     if text == "auto":

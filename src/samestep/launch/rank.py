@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from samestep.environment import num_usable_cores
 from samestep.launch import processes
 from samestep.launch.output import Output
 from samestep.observe.messages import LISTENING_VARIABLE
@@ -101,13 +102,6 @@ class Rank:
         """Send it a signal; nothing happens if it has ended."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signum)
-
-
-def num_usable_cores() -> int:
-    """The number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def threads_per_rank(num_local_ranks: int) -> int:
