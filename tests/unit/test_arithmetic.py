@@ -50,6 +50,7 @@ def _saved_and_loaded(folder: Path, before: int | None, now: int | None) -> list
             warnings.simplefilter("ignore", RuntimeWarning)
             return list(checkpoint.load(folder, {"model": model}, process_group=group).notes)
 
+    torch.set_num_threads(1)
     return thread_ranks(run, 1)[0]
 
 
@@ -71,8 +72,4 @@ def test_without_virtual_ranks_nothing_was_promised(
 
 
 def test_a_foreign_record_says_nothing() -> None:
-    def run(group: dist.ProcessGroup) -> list[str]:
-        virtual_ranks(group, attach=VirtualRanks(0, 1, virtual_size=4))
-        return same_bits_notes(["?"], group, "there") + same_bits_notes(None, group, "there")
-
-    assert thread_ranks(run, 1) == [[]]
+    assert same_bits_notes(["?"], 4, "there") + same_bits_notes(None, 4, "there") == []

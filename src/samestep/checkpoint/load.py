@@ -25,7 +25,7 @@ from samestep.checkpoint.layout import (
     Manifest,
     parse_json,
 )
-from samestep.checkpoint.same_bits import same_bits_notes
+from samestep.checkpoint.same_bits import fixed_virtual_size, same_bits_notes
 from samestep.checkpoint.scan import latest_in, open_regular
 from samestep.checkpoint.tensors import read_tensors
 from samestep.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
@@ -104,8 +104,10 @@ def load(
             for name in loadable
             for note in entries.follow_buckets(name, state[name], reader.entries[name].get("buckets"))
         ]
-        notes += _restore_random(reader, rank, world_size) if random_states else []
-        return notes + same_bits_notes(reader.written_by, group, str(reader.path))
+        size = fixed_virtual_size(process_group)
+        if random_states:
+            notes += _restore_random(reader, rank, world_size, is_fixed=size is not None)
+        return notes + same_bits_notes(reader.written_by, size, str(reader.path))
 
     agreed(read, group)
     notes = agreed(put, group)[rank]
@@ -151,12 +153,12 @@ def _names_to_read(reader: _Reader, state: Mapping[str, object], *, strict: bool
     return [name for name in state if name in reader.entries]
 
 
-def _restore_random(reader: _Reader, rank: int, world_size: int) -> list[str]:
+def _restore_random(reader: _Reader, rank: int, world_size: int, *, is_fixed: bool) -> list[str]:
     states = reader.random
     if states is None:
         return [f"{reader.path} holds no random states: the random streams were left as they are"]
-    if len(states) != world_size and all(state.digest == states[0].digest for state in states):
-        # All ranks drew alike, as they do with virtual ranks, and so can any other number of them.
+    if is_fixed and all(state.digest == states[0].digest for state in states):
+        # Outside of their virtual ranks' turns all ranks drew alike, and so does any other number of them.
         return streams.restore(states[0])
     if len(states) != world_size:
         streams.seed_anew(states, rank, world_size)

@@ -6,33 +6,39 @@ from typing import Any
 
 import torch.distributed as dist
 
+from samestep import world
 from samestep.arithmetic import differences
 from samestep.virtual import virtual_ranks
 
-__all__ = ["same_bits_notes"]
+__all__ = ["fixed_virtual_size", "same_bits_notes"]
 
 
-def same_bits_notes(written_by: Any, group: dist.ProcessGroup | None, where: str) -> list[str]:
+def fixed_virtual_size(process_group: dist.ProcessGroup | None) -> int | None:
+    """V, if the run of `process_group` (default: of the world) is defined by virtual ranks."""
+    if process_group is None and world.is_initialized():
+        process_group = world.default_group()
+    virtual = None if process_group is None else virtual_ranks(process_group)
+    return virtual.virtual_size if virtual is not None and virtual.is_fixed else None
+
+
+def same_bits_notes(written_by: Any, virtual_size: int | None, where: str) -> list[str]:
     """A sentence for each thing that will make bits differ, if both runs are defined by virtual ranks.
 
     Without virtual ranks nothing is promised, and nothing said.
 
     Args:
         written_by: what the checkpoint holds under that name.
-        group: the ranks that load.
+        virtual_size: of the run that loads, if it is fixed.
         where: the checkpoint, for the sentences.
     """
-    virtual = None if group is None else virtual_ranks(group)
-    if virtual is None or not virtual.is_fixed or not isinstance(written_by, dict):
-        return []
-    saved = written_by.get("virtual_size")
-    if saved is None:
+    saved = written_by.get("virtual_size") if isinstance(written_by, dict) else None
+    if saved is None or virtual_size is None:
         return []
     notes = []
-    if saved != virtual.virtual_size:
+    if saved != virtual_size:
         notes.append(
-            f"{where} is of a run of virtual_size={saved}, and this world has {virtual.virtual_size}: from "
-            "here on it is another run"
+            f"{where} is of a run of virtual_size={saved}, and this world has {virtual_size}: from here on "
+            "it is another run"
         )
     changed = differences(written_by)
     if changed:

@@ -37,10 +37,10 @@ from samestep.checkpoint.layout import (
     tensors_file,
 )
 from samestep.checkpoint.owner import HIDDEN_PREFIXES, REMOVING, SAVING, hidden_name, is_abandoned
+from samestep.checkpoint.same_bits import fixed_virtual_size
 from samestep.checkpoint.scan import checkpoints_in
 from samestep.checkpoint.tensors import chunks_of
 from samestep.errors import CheckpointError
-from samestep.virtual import virtual_ranks
 
 __all__ = ["save"]
 
@@ -98,8 +98,18 @@ def save(
         _check_arguments(state, step, keep)
         captured = {name: capture(value) for name, value in state.items()}
         if is_writer:
+            world_size = 1 if group is None else group.size()
             buckets = {name: buckets_of(value) for name, value in state.items()}
-            contents.update(_contents(captured, buckets, step, group, random_states=random_states))
+            contents.update(
+                _contents(
+                    captured,
+                    buckets,
+                    step,
+                    world_size,
+                    fixed_virtual_size(process_group),
+                    random_states=random_states,
+                )
+            )
         return {
             "step": step,
             "names": sorted(state),
@@ -142,7 +152,8 @@ def _contents(
     captured: Mapping[str, object],
     buckets: Mapping[str, list[list[str]] | None],
     step: int,
-    group: dist.ProcessGroup | None,
+    world_size: int,
+    virtual_size: int | None,
     *,
     random_states: bool,
 ) -> dict[str, Iterable[memoryview]]:
@@ -156,13 +167,10 @@ def _contents(
             entries[name]["buckets"] = buckets[name]
         if tensors:
             contents[tensors_file(name)] = chunks_of(tensors)
-    virtual = None if group is None else virtual_ranks(group)
-    written_by = arithmetic_of_this_process()
-    if virtual is not None and virtual.is_fixed:
-        written_by["virtual_size"] = virtual.virtual_size
+    written_by = {**arithmetic_of_this_process(), "virtual_size": virtual_size}
     state = {
         "step": step,
-        "world_size": 1 if group is None else group.size(),
+        "world_size": world_size,
         "written_by": written_by,
         "random": RANDOM if random_states else None,
         "entries": entries,
