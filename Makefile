@@ -50,6 +50,8 @@ conformance: $(READY) ## the same with torch's class too, on 2 and 3 ranks; writ
 
 bench: $(READY) ## time steps, collectives, start, sampler, allocator; writes docs/benchmarks.md (20 min, idle machine)
 	@$(BIN)/samestep run --nproc 2 benchmarks/step.py --shm --page docs/benchmarks.md
+	@$(BIN)/samestep run --nproc 2 benchmarks/sameness.py --page docs/benchmarks.md
+	@$(BIN)/samestep run --nproc 1 benchmarks/sameness.py --page docs/benchmarks.md
 	@$(BIN)/python benchmarks/collectives.py --page docs/benchmarks.md
 	@$(BIN)/python benchmarks/collectives.py --ranks 4 --page docs/benchmarks.md
 	@$(BIN)/python benchmarks/start.py --page docs/benchmarks.md
