@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from samestep import DistributedDataParallel, SyncBatchNorm
+from samestep import DistributedDataParallel, ShardedOptimizer, SyncBatchNorm
 from samestep.errors import GradientError
 from samestep.shm import register
 from samestep.testing import process_ranks
@@ -48,10 +48,12 @@ def _loss(net: nn.Module, batch: Tensor) -> Tensor:
 # Join
 
 
-def _train_unevenly(accumulate: bool, leftover: bool) -> tuple[list[Tensor], list[Tensor]]:
+def _train_unevenly(accumulate: bool, leftover: bool, sharded: bool) -> tuple[list[Tensor], list[Tensor]]:
     rank = dist.get_rank()
     model = DistributedDataParallel(_synchronised(), bucket_cap_mb=1e-4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if sharded:
+        optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=0.01)
     for _ in range(2):  # a block leaves nothing behind that another one would mind
         with model.join():
             for step in range(_num_steps(rank)):
@@ -67,11 +69,12 @@ def _train_unevenly(accumulate: bool, leftover: bool) -> tuple[list[Tensor], lis
                 optimizer.zero_grad()
     state = _state(model.module)
     _loss(model, _batch(0, rank)).backward()  # without rounds again
-    return state, [p.grad for p in model.parameters()]
+    return state, [] if sharded else [p.grad for p in model.parameters()]
 
 
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_uneven_steps_equal_one_process(accumulate: bool) -> None:
+def test_uneven_steps_equal_one_process(accumulate: bool, sharded: bool) -> None:
     net = seeded(_net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     for step in [*range(5), *range(5)]:
@@ -81,7 +84,7 @@ def test_uneven_steps_equal_one_process(accumulate: bool) -> None:
             (_loss(net, batch) / 3).backward()
         optimizer.step()
         optimizer.zero_grad()
-    results = process_ranks(_train_unevenly, 3, accumulate, False)
+    results = process_ranks(_train_unevenly, 3, accumulate, False, sharded)
     for state, grads in results:
         for mine, expected in zip(state, _state(net), strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-10)
@@ -89,7 +92,7 @@ def test_uneven_steps_equal_one_process(accumulate: bool) -> None:
 
 
 def test_a_micro_batch_left_over_meets_the_others() -> None:
-    results = process_ranks(_train_unevenly, 3, True, True)
+    results = process_ranks(_train_unevenly, 3, True, True, False)
     for found in zip(*(state + grads for state, grads in results), strict=True):
         assert all(torch.equal(tensor, found[0]) for tensor in found)
 
