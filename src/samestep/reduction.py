@@ -3,7 +3,7 @@
 [Note: How a sum travels] Each rank holds one partial sum per complete subtree of its block, its *parts*.
 
 - All ranks' parts together follow the tree over ranks, and the group's own all-reduce sums along it ("shm"):
-  that all-reduce, in place.
+  that all-reduce, in place. Of two ranks any all-reduce does, since a + b is b + a.
 - Small ones: every rank gets all parts and sums them itself. One message.
 - Else each part is cut in W slices. Slice r of all parts goes to rank r (all-to-all), which sums them along
   the tree, and the sums go to all (all-gather). With one part per rank, which is so wherever blocks are
@@ -34,6 +34,7 @@ from samestep.virtual import VirtualRanks
 __all__ = ["PendingSum", "TreeSum", "mean_over_virtual_ranks", "padded_numel", "tree_sum_of"]
 
 _WHOLE_BYTES = 32 * 1024  # of all ranks' parts together; up to here one message beats less traffic
+_ROUNDED_ONCE = (torch.float32, torch.float64)
 _ALIGNMENT = 16  # elements; slices begin on whole cache lines
 
 
@@ -71,6 +72,12 @@ class TreeSum:
         self._scratch: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
         self._side_streams: dict[torch.device, Any] = {}
 
+    def uses_all_reduce(self, dtype: torch.dtype) -> bool:
+        """Whether sums of `dtype` are the group's own all-reduces."""
+        # Narrow floats are left out: how often a backend rounds them on the way is its own affair.
+        is_one_addition = self._num_ranks == 2 and self.follows_ranks and dtype in _ROUNDED_ONCE
+        return self.is_all_reduce or is_one_addition
+
     def padded(self, numel: int) -> int:
         """The length of parts of `numel` elements that are sent without being copied first."""
         return numel if self.is_all_reduce or self._num_ranks == 1 else padded_numel(numel, self._num_ranks)
@@ -90,7 +97,7 @@ class TreeSum:
         pending = PendingSum(self, parts, out)
         if self._num_ranks == 1:
             _copy(parts[0], out)
-        elif self.is_all_reduce:
+        elif self.uses_all_reduce(out.dtype):
             _copy(parts[0], out)
             pending.work = collectives.all_reduce(out, self.group)
         elif out.numel() * out.element_size() * self._num_parts <= _WHOLE_BYTES:

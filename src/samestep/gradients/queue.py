@@ -178,7 +178,7 @@ class BucketQueue:
         whole = bucket.buffer if carries else bucket.gradients
         if tree is None:
             return collectives.all_reduce(whole[: bucket.numel + bucket.num_rides], self._group)
-        if tree.is_all_reduce:
+        if tree.uses_all_reduce(whole.dtype):
             return tree.start([whole], whole)
         if not carries:
             bucket.rides.zero_()  # what rode along in another step must not grow by being summed again
