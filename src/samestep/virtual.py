@@ -259,8 +259,7 @@ def _seed(sequence: np.random.SeedSequence, device: torch.device) -> None:
     np.random.seed(words[1] % 2**32)
     torch.default_generator.manual_seed(words[2] >> 1)  # torch's seeds are signed
     if device.type != "cpu":
-        with torch.device(device):
-            _device_module(device).manual_seed(words[3] >> 1)
+        _device_module(device).manual_seed(words[3] >> 1)  # of the current device, which is this rank's
 
 
 def _device_module(device: torch.device) -> Any:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import samestep
-from samestep.errors import WorldError
+from samestep.errors import GradientError, WorldError
 from samestep.reduction import TreeSum, mean_over_virtual_ranks, tree_sum_of
 from samestep.testing import thread_ranks
 from samestep.tree import tree_sum
-from samestep.virtual import VirtualRanks
+from samestep.virtual import VirtualRanks, virtual_ranks
 
 from .wrapping import numbers
 
@@ -116,3 +116,18 @@ def test_clipping_sparse_gradients() -> None:
     assert samestep.clip_grad_norm_(table.parameters(), 1.0).item() == pytest.approx(10**0.5)
     assert table.weight.grad is not None
     torch.testing.assert_close(table.weight.grad.to_dense().norm(), torch.tensor(1.0))
+
+
+def test_a_norm_over_slices_is_refused_with_virtual_ranks() -> None:
+    def run(group: dist.ProcessGroup) -> None:
+        virtual = VirtualRanks(group.rank(), 2, virtual_size=2)
+        virtual_ranks(group, attach=virtual)
+        model = samestep.DistributedDataParallel(nn.Linear(64, 64), process_group=group)
+        optimizer = samestep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, stage=2)
+        model(numbers(2, 64, dtype=torch.float32)).sum().backward()
+        with pytest.raises(GradientError, match="stage=1"):
+            optimizer.clip_grad_norm_(1.0)
+        with pytest.raises(GradientError, match=r"optimizer.clip_grad_norm_\(\)"):
+            samestep.clip_grad_norm_(model.parameters(), 1.0)
+
+    thread_ranks(run, 2)

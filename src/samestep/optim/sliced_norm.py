@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep import collectives
+from samestep.errors import GradientError
 from samestep.gradients.sliced import SlicedGradient
 from samestep.optim.clip import clip_grad_norm_
+from samestep.virtual import virtual_ranks
 
 __all__ = ["clip_gradients"]
 
@@ -32,6 +34,11 @@ def clip_gradients(
     sliced = [g for g in gradients if isinstance(g, SlicedGradient)]
     if not sliced:
         return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    if virtual_ranks(group).is_fixed:
+        raise GradientError(
+            "a norm summed over slices depends on the number of processes, and World(virtual_size=...) "
+            "promises that nothing does: make the optimizer with stage=1 to clip"
+        )
     whole = [g for g in gradients if not isinstance(g, SlicedGradient)]
     parts = [g.part for g in sliced]
     total = _norm(parts, norm_type, sliced[0].device)
