@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from samestep.optim import ShardedOptimizer as ShardedOptimizer
     from samestep.optim import clip_grad_norm_ as clip_grad_norm_
     from samestep.preemption import Preemption as Preemption
+    from samestep.process_group import barrier as barrier
+    from samestep.process_group import destroy_process_group as destroy_process_group
+    from samestep.process_group import device as device
+    from samestep.process_group import get_local_rank as get_local_rank
+    from samestep.process_group import get_rank as get_rank
+    from samestep.process_group import get_world_size as get_world_size
+    from samestep.process_group import init_process_group as init_process_group
+    from samestep.process_group import is_initialized as is_initialized
+    from samestep.process_group import is_main as is_main
     from samestep.world import World as World
-    from samestep.world import barrier as barrier
-    from samestep.world import destroy_process_group as destroy_process_group
-    from samestep.world import device as device
     from samestep.world import gather as gather
-    from samestep.world import get_local_rank as get_local_rank
-    from samestep.world import get_rank as get_rank
-    from samestep.world import get_world_size as get_world_size
-    from samestep.world import init_process_group as init_process_group
-    from samestep.world import is_initialized as is_initialized
-    from samestep.world import is_main as is_main
 
     DDP = DistributedDataParallel
 
@@ -47,18 +47,18 @@ _HOME_OF = {
     "WeightedSampler": ("samestep.data", "WeightedSampler"),
     "SyncBatchNorm": ("samestep.nn", "SyncBatchNorm"),
     "World": ("samestep.world", "World"),
-    "barrier": ("samestep.world", "barrier"),
+    "barrier": ("samestep.process_group", "barrier"),
     "checkpoint": ("samestep.checkpoint", None),
     "clip_grad_norm_": ("samestep.optim", "clip_grad_norm_"),
-    "destroy_process_group": ("samestep.world", "destroy_process_group"),
-    "device": ("samestep.world", "device"),
+    "destroy_process_group": ("samestep.process_group", "destroy_process_group"),
+    "device": ("samestep.process_group", "device"),
     "gather": ("samestep.world", "gather"),
-    "get_local_rank": ("samestep.world", "get_local_rank"),
-    "get_rank": ("samestep.world", "get_rank"),
-    "get_world_size": ("samestep.world", "get_world_size"),
-    "init_process_group": ("samestep.world", "init_process_group"),
-    "is_initialized": ("samestep.world", "is_initialized"),
-    "is_main": ("samestep.world", "is_main"),
+    "get_local_rank": ("samestep.process_group", "get_local_rank"),
+    "get_rank": ("samestep.process_group", "get_rank"),
+    "get_world_size": ("samestep.process_group", "get_world_size"),
+    "init_process_group": ("samestep.process_group", "init_process_group"),
+    "is_initialized": ("samestep.process_group", "is_initialized"),
+    "is_main": ("samestep.process_group", "is_main"),
     "nn": ("samestep.nn", None),
     "progress": ("samestep.observe", "progress"),
     "Preempted": ("samestep.errors", "Preempted"),

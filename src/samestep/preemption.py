@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from samestep import collectives
 from samestep.errors import WorldError
-from samestep.world import default_group
+from samestep.process_group import default_group
 
 __all__ = ["Preemption"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 SCRIPT = """
 import sys, time
 import torch, torch.distributed as dist
-import samestep.world
+import samestep.process_group
 
 sys.setswitchinterval(30)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -18,8 +18,8 @@ from samestep import shm
 from samestep.environment import num_usable_cores
 from samestep.errors import LaunchError, WorldError
 from samestep.observe.bars import _Silent
+from samestep.process_group import abort_process_group
 from samestep.testing import process_ranks
-from samestep.world import abort_process_group
 
 
 def _alone() -> None:

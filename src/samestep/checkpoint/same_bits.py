@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from samestep import world
+from samestep import process_group as processes
 from samestep.arithmetic import differences
 from samestep.virtual import virtual_ranks
 
@@ -15,8 +15,8 @@ __all__ = ["fixed_virtual_size", "same_bits_notes"]
 
 def fixed_virtual_size(process_group: dist.ProcessGroup | None) -> int | None:
     """V, if the run of `process_group` (default: of the world) is defined by virtual ranks."""
-    if process_group is None and world.is_initialized():
-        process_group = world.default_group()
+    if process_group is None and processes.is_initialized():
+        process_group = processes.default_group()
     virtual = None if process_group is None else virtual_ranks(process_group)
     return virtual.virtual_size if virtual is not None and virtual.is_fixed else None
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch.distributed as dist
 from torch.utils.data import Dataset, Sampler
 
-from samestep import world
+from samestep import process_group as processes
 from samestep.data import permutation
 from samestep.data.orders import Orders, Sequential, Shuffled
 from samestep.environment import read_environment
@@ -293,8 +293,8 @@ def _place(
     num_replicas: int | None, rank: int | None, process_group: dist.ProcessGroup | None
 ) -> tuple[int, int]:
     if num_replicas is None or rank is None:
-        if process_group is None and world.is_initialized():
-            process_group = world.default_group()
+        if process_group is None and processes.is_initialized():
+            process_group = processes.default_group()
         if process_group is not None:
             default_size, default_rank = process_group.size(), process_group.rank()
         else:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Subset, TensorDataset, default_collate, default_convert
 
-from samestep import world
+from samestep import process_group as processes
 from samestep.data.orders import Sequential, Shuffled
 from samestep.data.plan import LoaderMode, StepShape
 from samestep.data.requests import SamplerSource, Source, StoredSource
@@ -57,8 +57,8 @@ def players(owner: Any, group: dist.ProcessGroup | None) -> VirtualRanks:
         raise DataError("world and process_group: give one of them")
     if owner is not None:
         group = owner.group
-    elif group is None and world.is_initialized():
-        group = world.default_group()
+    elif group is None and processes.is_initialized():
+        group = processes.default_group()
     if group is not None:
         return virtual_ranks(group)
     environment = read_environment()
@@ -67,7 +67,7 @@ def players(owner: Any, group: dist.ProcessGroup | None) -> VirtualRanks:
 
 def check_players(virtual: VirtualRanks, owner: Any, group: dist.ProcessGroup | None) -> None:
     """Raise if a world has come or gone since `virtual` was found: the wrapper would look at other turns."""
-    there_is_one = owner is not None or group is not None or world.is_initialized()
+    there_is_one = owner is not None or group is not None or processes.is_initialized()
     if there_is_one and players(owner, group) is not virtual:
         raise DataError(
             "the loader was made in another world than this one, or before it: make it inside of the `with "

@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from samestep.errors import GradientError
 from samestep.gradients.buckets import ParameterInfo
-from samestep.world import default_group
+from samestep.process_group import default_group
 
 __all__ = [
     "buffer_knobs",

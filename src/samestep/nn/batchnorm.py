@@ -18,8 +18,8 @@ from samestep.gradients.rounds import CollectiveLayer
 from samestep.nn.exchange import Exchange, Intent, Phase, Rows, row_bytes
 from samestep.nn.moments import Moments, measure, wide_dtype
 from samestep.nn.normalize import Backward, intent_of, normalize
+from samestep.process_group import default_group
 from samestep.virtual import virtual_ranks
-from samestep.world import default_group
 
 __all__ = ["BatchNorm", "SyncBatchNorm"]
 

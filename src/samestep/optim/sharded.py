@@ -26,7 +26,7 @@ from samestep.optim.shards import Shards
 from samestep.optim.sliced_norm import clip_gradients
 from samestep.optim.state import WholeStates
 from samestep.optim.uneven import UnevenSteps, agree_on_options
-from samestep.world import default_group
+from samestep.process_group import default_group
 
 __all__ = ["ShardedOptimizer"]
 
