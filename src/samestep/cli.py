@@ -203,6 +203,86 @@ def bench_command(
     )
 
 
+_EXIT_STATUS = "Exit status: 0 yes, 1 no, 2 where there is nothing to look at."
+_CHECKPOINT = click.Path(path_type=Path)
+_FORMAT = click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["pt", "safetensors", "dcp"]),
+    help="pt: torch.save, for torch.load(weights_only=True). dcp: torch.distributed.checkpoint, a "
+    "directory.  [default: by the name's suffix]",
+)
+
+
+@cli.command("verify", epilog=_EXIT_STATUS)
+@click.argument("one", metavar="A", type=_CHECKPOINT)
+@click.argument("other", metavar="B", type=_CHECKPOINT)
+def verify_command(one: Path, other: Path) -> NoReturn:
+    """Compare the checkpoints A and B bit by bit; name the first tensor, index and values that differ.
+
+    Each is a checkpoint, or a directory of checkpoints, whose latest is meant. Step, models, optimizers and
+    all other entries are compared; random streams and the number of ranks that saved are not.
+    """
+    from samestep.checkpoint.report import print_comparison
+
+    sys.exit(0 if print_comparison(one, other) else 1)
+
+
+@cli.group("checkpoint")
+def checkpoint_group() -> None:
+    """Look into checkpoints, check them, and convert them."""
+
+
+@checkpoint_group.command("show")
+@click.argument("path", type=_CHECKPOINT)
+def show_command(path: Path) -> None:
+    """List the tensors of the checkpoint PATH, or of the latest one in it: name, dtype, shape, bytes."""
+    from samestep.checkpoint.report import print_tensors
+
+    print_tensors(path)
+
+
+@checkpoint_group.command("verify", epilog=_EXIT_STATUS)
+@click.argument("path", type=_CHECKPOINT)
+def verify_digests_command(path: Path) -> NoReturn:
+    """Check the digests of the checkpoint PATH, or of the latest one in it, and that it can be loaded."""
+    from samestep.checkpoint.report import print_verdict
+
+    sys.exit(0 if print_verdict(path) else 1)
+
+
+@checkpoint_group.command("export")
+@click.argument("path", type=_CHECKPOINT)
+@click.argument("target", type=_CHECKPOINT)
+@_FORMAT
+@click.option(
+    "--entry", default="model", metavar="NAME", help="What a safetensors file holds.  [default: model]"
+)
+def export_command(path: Path, target: Path, kind: str | None, entry: str) -> None:
+    """Write the checkpoint PATH, or the latest one in it, to TARGET in another format."""
+    from samestep.checkpoint.convert import export_checkpoint
+
+    export_checkpoint(path, target, kind=kind, entry=entry)
+    click.echo(target)
+
+
+@checkpoint_group.command("import")
+@click.argument("source", type=_CHECKPOINT)
+@click.argument("directory", type=_CHECKPOINT)
+@_FORMAT
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help='The number of optimizer steps done.  [default: what SOURCE has under "step", else 0]',
+)
+def import_command(source: Path, directory: Path, kind: str | None, step: int | None) -> None:
+    """Make a checkpoint in DIRECTORY of SOURCE, which is in another format. No code in it is run."""
+    from samestep.checkpoint.convert import import_checkpoint
+
+    click.echo(import_checkpoint(source, directory, kind=kind, step=step))
+
+
 def main() -> NoReturn:
     """The entry point: bad input gets one line on standard error and exit status 2."""
     try:

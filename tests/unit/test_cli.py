@@ -51,9 +51,23 @@ BAD = [
     (["bench", "--model", "bad.py:make"], "samestep: --model bad.py:make: bad.py is not Python"),
     (["bench", "--rounds", "0"], "samestep: Invalid value for '--rounds'"),
     (["bench", "--nproc", "0"], "samestep: --nproc 0: give a number from 1"),
+    (["verify", "A"], "samestep: Missing argument 'B'"),
+    (["checkpoint", "shw", "A"], "samestep: No such command 'shw'"),
+    (["checkpoint", "export", "A", "B", "--format", "zip"], "samestep: Invalid value for '--format'"),
+    (["checkpoint", "import", "A", "B", "--step", "-1"], "samestep: Invalid value for '--step'"),
     (["bench", "--json", "no/folder.json"], "samestep: --json no/folder.json: there is no such folder"),
 ]
-GOOD = [["--help"], ["run", "--help"], ["--version"], [], ["bench", "--help"]]
+GOOD = [
+    ["--help"],
+    ["run", "--help"],
+    ["--version"],
+    [],
+    ["bench", "--help"],
+    ["verify", "--help"],
+    ["checkpoint", "--help"],
+    ["checkpoint", "export", "--help"],
+    ["checkpoint", "import", "--help"],
+]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +96,7 @@ def test_bad_input_is_one_line_and_status_2(results: list[tuple[int, str, str, b
 
 
 def test_help_and_version_need_no_torch(results: list[tuple[int, str, str, bool]]) -> None:
-    general, run, version, nothing, bench = results[len(BAD) :]
+    general, run, version, nothing, bench, verify, checkpoint, export, import_ = results[len(BAD) :]
     assert all(result[0] == 0 and result[2] == "" and not result[3] for result in results[len(BAD) :])
     assert version[1] == f"samestep {samestep.__version__}\n"
     assert nothing[1] == general[1]
@@ -100,7 +114,52 @@ def test_help_and_version_need_no_torch(results: list[tuple[int, str, str, bool]
     assert "samestep run --nproc 4 train.py" in run[1]
     for option in ("--nproc", "--backend", "--model", "--rounds", "--json"):
         assert option in bench[1]
+    assert "Usage: samestep verify [OPTIONS] A B" in verify[1]
+    assert "0 yes, 1 no, 2" in verify[1]
+    for command in ("run", "bench", "verify", "checkpoint"):
+        assert f"\n  {command} " in general[1]
+    for command in ("show", "verify", "export", "import"):
+        assert f"\n  {command} " in checkpoint[1]
+    for option in ("--format [pt|safetensors|dcp]", "--entry NAME"):
+        assert option in export[1]
+    for option in ("--format [pt|safetensors|dcp]", "--step N"):
+        assert option in import_[1]
     assert max(map(len, (run[1] + bench[1]).splitlines())) <= 100
+
+
+def test_verify_and_checkpoint_commands(tmp_path: Path) -> None:
+    """The statuses of a script's `samestep verify A B && ...`, and there and back through another format."""
+    import torch
+
+    from samestep import checkpoint
+
+    for name, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+        checkpoint.save(tmp_path / name, {"model": {"w": torch.full((2,), value)}}, step=1)
+    commands = [
+        ["verify", "a", "b"],
+        ["verify", "a", "c"],
+        ["verify", "a", "no"],
+        ["checkpoint", "show", "a"],
+        ["checkpoint", "verify", "a"],
+        ["checkpoint", "export", "a", "w.pt"],
+        ["checkpoint", "import", "w.pt", "d"],
+        ["verify", "a", "d"],
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", DRIVER, json.dumps(commands)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    results = json.loads(ended.stdout)
+    assert [result[0] for result in results] == [0, 1, 2, 0, 0, 0, 0, 0]
+    assert results[0][1] == "the same: 1 tensors, 8 bytes, bit by bit\n"
+    assert results[1][1].startswith("model['w'] differs at [0]: 1.0 and 2.0 (bits 0x3f800000 and 0x40000000)")
+    assert results[2][2].startswith("samestep: there is no checkpoint at no")
+    assert "model/w" in results[3][1]
+    assert [result[1] for result in results[5:7]] == ["w.pt\n", "d/step-000000001\n"]
 
 
 def test_gpu_without_gpu(tmp_path: Path) -> None:

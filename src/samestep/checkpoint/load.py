@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from samestep.checkpoint import entries
 from samestep.checkpoint import random_states as streams
 from samestep.checkpoint.agreement import agreed, group_or_world
-from samestep.checkpoint.encoding import decode, tensor_names
-from samestep.checkpoint.layout import (
-    MANIFEST,
-    MAX_MANIFEST_BYTES,
-    STATE,
-    FileRecord,
-    Manifest,
-    parse_json,
-)
+from samestep.checkpoint.reader import Reader, find_checkpoint
 from samestep.checkpoint.same_bits import fixed_virtual_size, same_bits_notes
-from samestep.checkpoint.scan import latest_in, open_regular
-from samestep.checkpoint.tensors import read_tensors
-from samestep.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from samestep.errors import CheckpointError
 
 __all__ = ["Loaded", "load"]
-
-_ADVICE = "load another checkpoint of the run"
 
 
 @dataclass(frozen=True)
@@ -82,8 +68,8 @@ def load(
     """
     group = group_or_world(process_group)
     rank, world_size = (0, 1) if group is None else (group.rank(), group.size())
-    found: str = agreed(lambda: str(_find(Path(path))) if rank == 0 else None, group)[0]
-    reader = _Reader(Path(found))
+    found: str = agreed(lambda: str(find_checkpoint(Path(path))) if rank == 0 else None, group)[0]
+    reader = Reader(Path(found))
     saved: dict[str, Any] = {}
 
     def read() -> None:
@@ -124,26 +110,7 @@ def load(
     )
 
 
-def _find(path: Path) -> Path:
-    if (path / MANIFEST).is_file():
-        return path
-    if path.is_dir():
-        found = latest_in(path)
-        if found is not None:
-            return found
-        raise CheckpointNotFoundError(
-            f"{path} is not a checkpoint (it has no {MANIFEST}) and holds none: give the directory that "
-            "samestep.checkpoint.save wrote to, or start without a checkpoint"
-        )
-    if path.exists():
-        raise CheckpointError(
-            f"{path} is a file and a checkpoint is a directory: give the directory, or, if torch.save wrote "
-            "it, read it with torch.load(..., weights_only=True)"
-        )
-    raise CheckpointNotFoundError(f"there is no checkpoint at {path}: check the path, or start without one")
-
-
-def _names_to_read(reader: _Reader, state: Mapping[str, object], *, strict: bool) -> list[str]:
+def _names_to_read(reader: Reader, state: Mapping[str, object], *, strict: bool) -> list[str]:
     missing = [name for name in state if name not in reader.entries]
     if missing and strict:
         raise CheckpointError(
@@ -153,7 +120,7 @@ def _names_to_read(reader: _Reader, state: Mapping[str, object], *, strict: bool
     return [name for name in state if name in reader.entries]
 
 
-def _restore_random(reader: _Reader, rank: int, world_size: int, *, is_fixed: bool) -> list[str]:
+def _restore_random(reader: Reader, rank: int, world_size: int, *, is_fixed: bool) -> list[str]:
     states = reader.random
     if states is None:
         return [f"{reader.path} holds no random states: the random streams were left as they are"]
@@ -167,141 +134,3 @@ def _restore_random(reader: _Reader, rank: int, world_size: int, *, is_fixed: bo
             "random streams are new, seeded from the saved ones"
         ]
     return streams.restore(states[rank])
-
-
-class _Reader:
-    """One checkpoint, verified as it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.step = -1
-        self.world_size = -1
-        self.entries: dict[str, Any] = {}
-        self.written_by: Any = None
-        self.random: list[streams.RandomStates] | None = None
-        self._random_file: str | None = None
-        self._manifest = Manifest({})
-
-    def open(self) -> None:
-        where = str(self.path / MANIFEST)
-        with _Stream(self.path / MANIFEST) as stream:
-            if stream.num_bytes > MAX_MANIFEST_BYTES:
-                raise CheckpointCorruptError(f"{where} is altered: {stream.num_bytes} bytes are no manifest")
-            self._manifest = Manifest.from_json(stream.read(), where)
-        state = self._json(STATE)
-        try:
-            self.step, self.world_size = state["step"], state["world_size"]
-            self.entries, self._random_file = state["entries"], state["random"]
-            self.written_by = state.get("written_by")
-            numbers = type(self.step) is int and type(self.world_size) is int
-            complete = all("value" in entry for entry in self.entries.values())
-            named = [self._random_file, *(entry["tensors"] for entry in self.entries.values())]
-            listed = all(map(self._is_listed, named))
-        except (KeyError, TypeError, AttributeError):
-            numbers = complete = listed = False
-        if not (numbers and complete and listed):
-            raise self._altered(STATE, "it does not describe a checkpoint's entries")
-
-    def _is_listed(self, file_name: Any) -> bool:
-        return file_name is None or (isinstance(file_name, str) and file_name in self._files)
-
-    def read(self, names: list[str]) -> dict[str, Any]:
-        """The values of the entries `names`."""
-        return {name: self._entry(name) for name in names}
-
-    def read_random(self) -> None:
-        """`random` is each rank's random states, if any were saved."""
-        if self._random_file is not None:
-            states = self._json(self._random_file)
-            if not isinstance(states, list) or len(states) != self.world_size:
-                raise self._altered(self._random_file, f"it is not a list of {self.world_size} ranks' states")
-            self.random = [streams.parse(state, str(self.path / self._random_file)) for state in states]
-
-    @property
-    def _files(self) -> Mapping[str, FileRecord]:
-        return self._manifest.files
-
-    def _entry(self, name: str) -> Any:
-        tree, file_name = self.entries[name]["value"], self.entries[name]["tensors"]
-        wanted = tensor_names(tree)
-        tensors = {} if file_name is None else self._tensors(file_name, wanted)
-        absent = sorted(wanted - set(tensors))
-        if absent:
-            where = file_name or STATE
-            raise self._altered(where, f"it lacks {len(absent)} tensors of {name!r}, the first: {absent[0]}")
-        return decode(tree, tensors, f"{name!r} in {self.path / STATE}")
-
-    def _tensors(self, file_name: str, wanted: Collection[str]) -> dict[str, torch.Tensor]:
-        path = self.path / file_name
-        with self._verified(file_name) as stream:
-            tensors = read_tensors(stream.read_into, stream.num_bytes, wanted, str(path))
-            stream.check_digest(self._files[file_name])
-        return tensors
-
-    def _json(self, file_name: str) -> Any:
-        with self._verified(file_name) as stream:
-            data = stream.read()
-            stream.check_digest(self._files[file_name])
-        return parse_json(data, str(self.path / file_name))
-
-    def _verified(self, file_name: str) -> _Stream:
-        stream = _Stream(self.path / file_name)
-        expected = self._files[file_name].num_bytes
-        if stream.num_bytes != expected:
-            stream.close()
-            what = "truncated" if stream.num_bytes < expected else "altered"
-            raise CheckpointCorruptError(
-                f"{stream.path} is {what}: it has {stream.num_bytes} bytes and was saved with {expected}; "
-                f"{_ADVICE}"
-            )
-        return stream
-
-    def _altered(self, file_name: str, why: str) -> CheckpointCorruptError:
-        return CheckpointCorruptError(f"{self.path / file_name} is altered: {why}; {_ADVICE}")
-
-
-class _Stream:
-    """A checkpoint's file, read once from front to back through a digest."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._digest = hashlib.sha256()
-        try:
-            descriptor, self.num_bytes = open_regular(path)
-        except FileNotFoundError:
-            raise CheckpointCorruptError(f"{path} is missing; {_ADVICE}") from None
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-        self._file = os.fdopen(descriptor, "rb", buffering=0)
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def read(self) -> bytes:
-        data = bytearray(self.num_bytes)
-        self.read_into(memoryview(data))
-        return bytes(data)
-
-    def read_into(self, buffer: memoryview) -> None:
-        rest = buffer
-        while rest:
-            try:
-                count = self._file.readinto(rest)
-            except OSError as error:
-                raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
-            if not count:
-                raise CheckpointCorruptError(f"{self.path} is truncated; {_ADVICE}")
-            rest = rest[count:]
-        self._digest.update(buffer)
-
-    def check_digest(self, record: FileRecord) -> None:
-        if self._digest.hexdigest() != record.sha256:
-            raise CheckpointCorruptError(
-                f"{self.path} is altered: its bytes are not those that were saved (sha256 differs); {_ADVICE}"
-            )

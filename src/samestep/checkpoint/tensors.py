@@ -16,7 +16,7 @@ import torch
 from samestep.checkpoint.layout import dump_json, parse_json
 from samestep.errors import CheckpointCorruptError
 
-__all__ = ["SAFETENSORS_DTYPES", "chunks_of", "read_tensors"]
+__all__ = ["SAFETENSORS_DTYPES", "Place", "chunks_of", "read_places", "read_tensors"]
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -81,19 +81,7 @@ def read_tensors(
     Raises:
         CheckpointCorruptError: the file is not a well-formed safetensors file.
     """
-    length_bytes = bytearray(8)
-    if num_bytes < 8:
-        raise CheckpointCorruptError(f"{where} is truncated: {num_bytes} bytes are no safetensors file")
-    read_into(memoryview(length_bytes))
-    num_header_bytes = int.from_bytes(length_bytes, "little")
-    if num_header_bytes > min(_MAX_HEADER_BYTES, num_bytes - 8):
-        raise CheckpointCorruptError(
-            f"{where} is truncated or altered: its header would be {num_header_bytes} bytes long"
-        )
-    header = bytearray(num_header_bytes)
-    read_into(memoryview(header))
-    places = _places(bytes(header), num_bytes - 8 - num_header_bytes, where)
-
+    places = read_places(read_into, num_bytes, where)
     result: dict[str, torch.Tensor] = {}
     for place in places:
         if wanted is None or place.name in wanted:
@@ -109,15 +97,37 @@ def read_tensors(
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
+    """Where a tensor lies in a file."""
+
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    begin: int
+    begin: int  # in bytes, after the header
     num_bytes: int
 
 
-def _places(header: bytes, num_data_bytes: int, where: str) -> list[_Place]:
+def read_places(read_into: Callable[[memoryview], None], num_bytes: int, where: str) -> list[Place]:
+    """What the header of a safetensors file of `num_bytes` describes, in the order of the file.
+
+    Raises:
+        CheckpointCorruptError: it is not a well-formed safetensors file.
+    """
+    length_bytes = bytearray(8)
+    if num_bytes < 8:
+        raise CheckpointCorruptError(f"{where} is truncated: {num_bytes} bytes are no safetensors file")
+    read_into(memoryview(length_bytes))
+    num_header_bytes = int.from_bytes(length_bytes, "little")
+    if num_header_bytes > min(_MAX_HEADER_BYTES, num_bytes - 8):
+        raise CheckpointCorruptError(
+            f"{where} is truncated or altered: its header would be {num_header_bytes} bytes long"
+        )
+    header = bytearray(num_header_bytes)
+    read_into(memoryview(header))
+    return _places(bytes(header), num_bytes - 8 - num_header_bytes, where)
+
+
+def _places(header: bytes, num_data_bytes: int, where: str) -> list[Place]:
     content = parse_json(header, f"the header of {where}")
     if not isinstance(content, dict):
         raise CheckpointCorruptError(f"{where} is altered: its header is not an object")
@@ -135,17 +145,17 @@ def _places(header: bytes, num_data_bytes: int, where: str) -> list[_Place]:
     return places
 
 
-def _order(place: _Place) -> tuple[int, int]:
+def _order(place: Place) -> tuple[int, int]:
     return place.begin, place.num_bytes  # the empty ones first, among those that begin together
 
 
-def _place(name: str, value: Any, where: str) -> _Place:
+def _place(name: str, value: Any, where: str) -> Place:
     try:
         dtype, shape = _DTYPE_OF[value["dtype"]], tuple(value["shape"])
         begin, end = value["data_offsets"]
         whole = all(type(number) is int and 0 <= number < 2**62 for number in (*shape, begin, end))
         if whole and len(value) == 3 and end - begin == math.prod(shape) * dtype.itemsize:
-            return _Place(name, dtype, shape, begin, end - begin)
+            return Place(name, dtype, shape, begin, end - begin)
     except (KeyError, TypeError, ValueError):
         pass
     raise CheckpointCorruptError(f"{where} is altered: its header describes no tensor at {name!r}")
