@@ -33,6 +33,7 @@ def test_two_ranks_reduce_then_one_fails_and_the_restart_succeeds(tmp_path: Path
         total = torch.full((4,), float(dist.get_rank() + 1))
         dist.all_reduce(total)
         print("total", total.tolist(), "threads", torch.get_num_threads())
+        dist.barrier()  # both have printed before one fails, and has the launcher end the other
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             if rank == 1:
                 raise ValueError("in mid-run")
