@@ -6,6 +6,7 @@ FUZZ_EXAMPLES=5000 in the environment looks longer.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -24,6 +25,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from samestep import checkpoint
+from samestep.checkpoint.convert import import_checkpoint
+from samestep.checkpoint.report import print_comparison, print_tensors, print_verdict
 from samestep.errors import CheckpointError
 
 FILES = ["manifest.json", "state.json", "model.safetensors", "optimizer.safetensors", "random.json"]
@@ -107,6 +110,12 @@ def loads_or_is_refused(original: Path, name: str, data: bytes) -> None:
             assert "\n" not in refusal
             unchanged = zip(before.values(), target["model"].state_dict().values(), strict=True)
             assert all(torch.equal(one, other) for one, other in unchanged)
+        # The same without `load`, which would make one of our errors of any other.
+        with contextlib.suppress(CheckpointError):
+            print_verdict(path)
+        for look in (lambda: print_tensors(path), lambda: print_comparison(path, original)):
+            with contextlib.suppress(CheckpointError):
+                look()
         assert sorted(Path(folder).iterdir()) == beside
 
 
@@ -207,3 +216,42 @@ def test_a_checkpoint_reached_through_links_reads_only_its_own_files(original: P
     (away / "state.json").symlink_to(original / "state.json")
     with pytest.raises(CheckpointError, match="symbolic link"):
         checkpoint.load(away, objects())
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\x1b[31mb", "../../x", "", "a" * 100])
+def test_entries_that_no_save_would_name_so(original: Path, tmp_path: Path, name: str) -> None:
+    path = Path(shutil.copytree(original, tmp_path / "step-000000003"))
+    state = json.loads((path / "state.json").read_text())
+    state["entries"][name] = {"value": 1, "tensors": None}
+    (path / "state.json").write_text(json.dumps(state))
+    sign(path)
+    for look in (print_verdict, print_tensors):
+        if look is print_verdict:
+            assert not look(path)
+        else:
+            with pytest.raises(CheckpointError, match="names are 1 to 64 letters"):
+                look(path)
+
+
+def test_tensors_named_to_confuse_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = checkpoint.save(tmp_path, {"odd": {"a\x1b[31mb": torch.ones(1)}}, step=1)
+    print_tensors(saved)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "a\\x1b[31mb" in shown
+
+
+def test_a_pipe_is_no_file_to_import(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        import_checkpoint(tmp_path / "model.pt", tmp_path / "run")
+
+
+def test_a_file_larger_than_memory_is_not_read(original: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(original, tmp_path / "step-000000003"))
+    os.truncate(path / "state.json", 1 << 43)  # sparse; 8 terabytes
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["state.json"]["bytes"] = 1 << 43
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"state.json: \d+ bytes do not fit in memory"):
+        print_tensors(path)

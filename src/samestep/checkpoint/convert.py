@@ -17,6 +17,7 @@ from samestep.checkpoint.files import Files
 from samestep.checkpoint.owner import SAVING, hidden_name
 from samestep.checkpoint.reader import Reader, Stream, find_checkpoint
 from samestep.checkpoint.save import save
+from samestep.checkpoint.scan import open_regular
 from samestep.checkpoint.tensors import SAFETENSORS_DTYPES, chunks_of, read_tensors
 from samestep.errors import CheckpointError
 
@@ -134,7 +135,11 @@ def _write_pt(path: Path, whole: dict[str, Any]) -> None:
 
 def _read_pt(path: Path) -> dict[str, Any]:
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        descriptor, _ = open_regular(path.resolve())  # a pipe would keep us waiting
+        with os.fdopen(descriptor, "rb") as file:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     except Exception as error:  # whatever a stranger's file makes torch's reader do

@@ -252,7 +252,7 @@ class _Decoder:
             "$complex": self._complex,
             "$bytes": lambda v: base64.b64decode(v, validate=True),
             "$tuple": lambda v: tuple(self._list(v)),
-            "$size": lambda v: torch.Size(v),
+            "$size": _size,
             "$set": lambda v: _all_of(v, set(self._list(v))),
             "$frozenset": lambda v: _all_of(v, frozenset(self._list(v))),
             "$dict": lambda v: _all_of(v, dict(self._pairs(v))),
@@ -380,6 +380,12 @@ def is_dense(shape: list[int], stride: list[int]) -> bool:
             return False
         expected *= size
     return True
+
+
+def _size(lengths: Any) -> torch.Size:
+    if not isinstance(lengths, list) or any(type(n) is not int or not 0 <= n < 2**62 for n in lengths):
+        raise ValueError("not the lengths of dimensions")
+    return torch.Size(lengths)
 
 
 def _all_of(items: list[Any], collection: Any) -> Any:

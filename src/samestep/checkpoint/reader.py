@@ -18,6 +18,7 @@ from samestep.checkpoint.layout import (
     STATE,
     FileRecord,
     Manifest,
+    check_entry_names,
     parse_json,
 )
 from samestep.checkpoint.scan import latest_in, open_regular
@@ -26,6 +27,7 @@ from samestep.errors import CheckpointCorruptError, CheckpointError, CheckpointN
 
 __all__ = ["Reader", "Stream", "find_checkpoint"]
 
+_TOO_LARGE = 10**18  # names of checkpoints have 18 digits at most
 ADVICE = "load another checkpoint of the run"
 
 
@@ -78,7 +80,7 @@ class Reader:
             self.step, self.world_size = state["step"], state["world_size"]
             self.entries, self._random_file = state["entries"], state["random"]
             self.written_by = state.get("written_by")
-            numbers = type(self.step) is int and type(self.world_size) is int
+            numbers = _is_number(self.step, 0) and _is_number(self.world_size, 1)
             complete = all("value" in entry for entry in self.entries.values())
             named = [self._random_file, *(file for name in self.entries for file in self.files_of(name))]
             listed = all(map(self._is_listed, named))
@@ -86,6 +88,10 @@ class Reader:
             numbers = complete = listed = False
         if not (numbers and complete and listed):
             raise self._altered(STATE, "it does not describe a checkpoint's entries")
+        try:
+            check_entry_names(list(self.entries))
+        except CheckpointError as error:
+            raise self._altered(STATE, str(error)) from None
 
     def _is_listed(self, file_name: Any) -> bool:
         return file_name is None or (isinstance(file_name, str) and file_name in self.files)
@@ -177,6 +183,10 @@ class Reader:
         return CheckpointCorruptError(f"{self.path / file_name} is altered: {why}; {ADVICE}")
 
 
+def _is_number(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < _TOO_LARGE
+
+
 class Stream:
     """A checkpoint's file, read once from front to back through a digest."""
 
@@ -201,7 +211,12 @@ class Stream:
         self._file.close()
 
     def read(self) -> bytes:
-        data = bytearray(self.num_bytes)
+        try:
+            data = bytearray(self.num_bytes)
+        except MemoryError:
+            raise CheckpointCorruptError(
+                f"{self.path}: {self.num_bytes} bytes do not fit in memory"
+            ) from None
         self.read_into(memoryview(data))
         return bytes(data)
 

@@ -56,7 +56,7 @@ def print_tensors(path: Path) -> None:
             seen.update(reference.names)
             total += 0 if is_again else num_bytes
             num_tensors += 1
-            label = "/".join((name, *reference.path))
+            label = _printable("/".join((name, *reference.path)))
             size = f"{'= ' if is_again else ''}{num_bytes:,}"
             table.add_row(escape(label), dtype, escape(str(shape)), size)
     others = f"; without tensors: {', '.join(plain)}" if plain else ""
@@ -109,4 +109,9 @@ def _describe(
 
 
 def _say(text: str) -> None:
-    Console(soft_wrap=True, highlight=False, markup=False).print(text)
+    Console(soft_wrap=True, highlight=False, markup=False).print(_printable(text, keep="\n"))
+
+
+def _printable(text: str, keep: str = "") -> str:
+    """`text` as a terminal may be given it: names from files could hold sequences that it obeys."""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)

@@ -85,7 +85,7 @@ def read_tensors(
     result: dict[str, torch.Tensor] = {}
     for place in places:
         if wanted is None or place.name in wanted:
-            tensor = torch.empty(place.shape, dtype=place.dtype)
+            tensor = _empty(place, where)
             data = _bytes_of(tensor)
             read_into(data)
             if place.dtype == torch.bool and data and tensor.view(torch.uint8).max() > 1:
@@ -94,6 +94,15 @@ def read_tensors(
         else:
             _skip(read_into, place.num_bytes)
     return result
+
+
+def _empty(place: Place, where: str) -> torch.Tensor:
+    try:
+        return torch.empty(place.shape, dtype=place.dtype)
+    except RuntimeError:  # more than there is memory for, or than strides can count
+        raise CheckpointCorruptError(
+            f"{where}: the tensor {place.name!r}, of shape {list(place.shape)}, cannot be made here"
+        ) from None
 
 
 @dataclass(frozen=True)
