@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import WorldError
+from samestep.random_streams import KeptStreams
 from samestep.tree import Span, subtrees
 
 __all__ = ["Turn", "VirtualRanks", "block_of", "virtual_ranks"]
@@ -92,7 +93,7 @@ class VirtualRanks:
         self.device = device or torch.device("cpu")
         self._turn: Turn | None = None
         self._done: Turn | None = None  # the last one that was played to its end
-        self._before: _Streams | None = None
+        self._before: KeptStreams | None = None
 
     @property
     def current(self) -> Turn | None:
@@ -142,7 +143,7 @@ class VirtualRanks:
         self._put_back()  # of a turn that was never ended: its generator is still held somewhere
         self._turn = turn
         if self.seed is not None:
-            self._before = _Streams(self.device)
+            self._before = KeptStreams(self.device).keep()
             _seed(self.stream_of(turn), self.device)
         try:
             yield turn
@@ -233,24 +234,6 @@ def virtual_ranks(group: dist.ProcessGroup, *, attach: VirtualRanks | None = Non
         if found is None:
             found = _OF_GROUP[group] = VirtualRanks(group.rank(), group.size())
         return found
-
-
-class _Streams:
-    """The state of this process's random streams."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
-        self._torch = torch.get_rng_state()
-        self._device = device
-        self._device_state = None if device.type == "cpu" else _device_module(device).get_rng_state(device)
-
-    def put_back(self) -> None:
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._device_state is not None:
-            _device_module(self._device).set_rng_state(self._device_state, self._device)
 
 
 def _seed(sequence: np.random.SeedSequence, device: torch.device) -> None:

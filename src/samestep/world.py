@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -28,6 +27,7 @@ from samestep.process_group import (
     init_process_group,
     is_initialized,
 )
+from samestep.random_streams import seed_streams
 from samestep.reduction import TreeSum, mean_over_virtual_ranks
 from samestep.virtual import VirtualRanks, virtual_ranks
 
@@ -157,7 +157,7 @@ class World:
         )
         self._arithmetic.__enter__()
         if self.seed is not None:
-            _seed_everything(np.random.SeedSequence(self.seed))
+            seed_streams(np.random.SeedSequence(self.seed))
         return self
 
     def __exit__(
@@ -277,11 +277,4 @@ class World:
         """
         if self.seed is None:
             raise WorldError("World(seed=None) has no seed to derive the ranks' from: give it one")
-        _seed_everything(np.random.SeedSequence(self.seed, spawn_key=(self.rank,)))
-
-
-def _seed_everything(sequence: np.random.SeedSequence) -> None:
-    words = sequence.generate_state(3, dtype=np.uint64)
-    random.seed(int(words[0]))
-    np.random.seed(int(words[1]) % 2**32)
-    torch.manual_seed(int(words[2]) >> 1)  # torch's seeds are signed
+        seed_streams(np.random.SeedSequence(self.seed, spawn_key=(self.rank,)))

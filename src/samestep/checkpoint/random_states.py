@@ -14,6 +14,7 @@ import torch
 
 from samestep.checkpoint.layout import dump_json
 from samestep.errors import CheckpointCorruptError
+from samestep.random_streams import seed_streams
 
 __all__ = ["RandomStates", "collect", "parse", "restore", "seed_anew"]
 
@@ -105,10 +106,7 @@ def seed_anew(states: list[RandomStates], rank: int, world_size: int) -> None:
     """Random streams for a world of another size: they depend on all of `states` and on the rank."""
     digest = hashlib.sha256(b"".join(state.digest for state in states)).digest()
     sequence = np.random.SeedSequence(int.from_bytes(digest, "little"), spawn_key=(world_size, rank))
-    words = sequence.generate_state(3, dtype=np.uint64)
-    random.seed(int(words[0]))
-    np.random.seed(int(words[1]) % 2**32)
-    torch.manual_seed(int(words[2]) >> 1)
+    seed_streams(sequence)
 
 
 def _numpy_state(state: Any) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from samestep.data.plan import LoaderMode
 from samestep.data.requests import RequestQueue
 from samestep.data.steps import Delivery, Pass, Standing
 from samestep.data.stream import Arrived, StreamCollate, StreamReader, StreamState
-from samestep.data.streams import StreamsKept
 from samestep.errors import DataError
+from samestep.random_streams import KeptStreams
 
 if TYPE_CHECKING:
     from samestep.world import World
@@ -212,7 +212,7 @@ class DataLoader:
 
     def _streams_kept(self) -> contextlib.AbstractContextManager[None]:
         draws_here = self._in_process and (self._sample_streams or self._is_stream)
-        return StreamsKept() if draws_here else contextlib.nullcontext()
+        return KeptStreams() if draws_here else contextlib.nullcontext()
 
     def _make_torch_loader(self, resume: StreamState | None) -> TorchLoader[Any]:
         dataset: Any = self.dataset

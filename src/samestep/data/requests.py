@@ -18,7 +18,8 @@ import torch
 from samestep.data.keyed import key_of
 from samestep.data.orders import Orders
 from samestep.data.plan import MicroBatch, StepPlan, StepShape
-from samestep.data.streams import SampleIndices, StreamsKept, start_streams
+from samestep.data.streams import SampleIndices, start_streams
+from samestep.random_streams import KeptStreams
 
 __all__ = ["Note", "Request", "RequestQueue", "SamplerSource", "Source", "StoredSource", "sample_key"]
 
@@ -194,14 +195,14 @@ class _Units:
     """A sampler's units, a few at a time, drawn from random streams that nobody else draws from."""
 
     def __init__(self, sampler: Iterable[Any], key: int) -> None:
-        with StreamsKept():
+        with KeptStreams():
             start_streams(key, 0)
             self._iterator = iter(sampler)
-            self._streams = StreamsKept().keep()
+            self._streams = KeptStreams().keep()
 
     def take(self, number: int) -> list[Any]:
         """The next `number` units, fewer at the end."""
-        with StreamsKept():
+        with KeptStreams():
             self._streams.put_back()
             units = list(islice(self._iterator, number))
             self._streams.keep()

@@ -5,7 +5,7 @@ process or in a worker. Our `indices` are a list whose iterator seeds torch, num
 hands out each index, from (seed, epoch, sample): whatever `dataset[i]` draws depends on nothing else. When
 the list is exhausted the streams are seeded once more, for what `collate_fn` draws; and when it arrives, for
 a data set that fetches whole batches (`__getitems__`) and may not go through the list one by one. Three
-seedings take 8 us or so. A worker's streams are nobody else's; in the main process, `StreamsKept` puts back
+seedings take 8 us or so. A worker's streams are nobody else's; in the main process, `KeptStreams` puts back
 what was there before.
 
 torch and numpy take 32 bits as a seed, so among 100,000 samples a pair or two share a stream.
@@ -22,7 +22,7 @@ import torch
 
 from samestep.data.keyed import word
 
-__all__ = ["SampleIndices", "StreamsKept", "start_streams"]
+__all__ = ["SampleIndices", "start_streams"]
 
 _LOW = 2**32 - 1
 # Numbers of streams that are no sample's. Samples' are data set indices or positions, far below.
@@ -77,26 +77,3 @@ class SampleIndices(list[int]):
 
 def _arrived(indices: list[int], numbers: Sequence[int], key: int) -> SampleIndices:
     return SampleIndices(indices, numbers, key).arrive()
-
-
-class StreamsKept:
-    """The main process's random streams at some moment; as a `with` block, they are after it as before it."""
-
-    def keep(self) -> StreamsKept:
-        """Remember the streams as they are now."""
-        self._torch = torch.default_generator.get_state()
-        self._numpy = np.random.get_state()
-        self._random = random.getstate()
-        return self
-
-    def put_back(self) -> None:
-        """The streams go on from where they were kept."""
-        torch.default_generator.set_state(self._torch)
-        np.random.set_state(self._numpy)
-        random.setstate(self._random)
-
-    def __enter__(self) -> None:
-        self.keep()
-
-    def __exit__(self, *_: object) -> None:
-        self.put_back()
