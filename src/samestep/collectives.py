@@ -120,8 +120,7 @@ def reduce_slices(flat: torch.Tensor, cuts: Sequence[int], group: dist.ProcessGr
     if flat.device.type != "cpu":
         return group.reduce_scatter([own], [list(flat.split(sizes))])
     shown = flat.new_empty(sizes[rank] * len(sizes))
-    work = group.alltoall_base(shown, flat, [sizes[rank]] * len(sizes), sizes)
-
+    work = all_to_all_single(shown, flat, [sizes[rank]] * len(sizes), sizes, group)
     if not own.numel():
         return work
 

@@ -38,6 +38,7 @@ __all__ = [
     "get_local_rank",
     "get_rank",
     "get_world_size",
+    "given_or_default",
     "init_process_group",
     "is_initialized",
     "is_main",
@@ -143,6 +144,11 @@ def default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def given_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """`group`, else the default process group, else None: before there is one, this process is alone."""
+    return default_group() if group is None and is_initialized() else group
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from samestep import collectives
-from samestep import process_group as processes
 from samestep.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from samestep.process_group import given_or_default
 
 __all__ = ["agreed", "group_or_world"]
 
@@ -18,8 +18,7 @@ _ERRORS = {kind.__name__: kind for kind in (CheckpointError, CheckpointCorruptEr
 
 def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """`group`, else the world's; None in a world of one, where there is nobody to ask."""
-    if group is None and processes.is_initialized():
-        group = processes.default_group()
+    group = given_or_default(group)
     return group if group is not None and group.size() > 1 else None
 
 

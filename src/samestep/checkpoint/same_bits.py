@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from samestep import process_group as processes
 from samestep.arithmetic import differences
+from samestep.process_group import given_or_default
 from samestep.virtual import virtual_ranks
 
 __all__ = ["fixed_virtual_size", "same_bits_notes"]
@@ -15,9 +15,8 @@ __all__ = ["fixed_virtual_size", "same_bits_notes"]
 
 def fixed_virtual_size(process_group: dist.ProcessGroup | None) -> int | None:
     """V, if the run of `process_group` (default: of the world) is defined by virtual ranks."""
-    if process_group is None and processes.is_initialized():
-        process_group = processes.default_group()
-    virtual = None if process_group is None else virtual_ranks(process_group)
+    group = given_or_default(process_group)
+    virtual = None if group is None else virtual_ranks(group)
     return virtual.virtual_size if virtual is not None and virtual.is_fixed else None
 
 

@@ -16,6 +16,7 @@ from samestep.data import permutation, setup
 from samestep.data.keyed import key_of
 from samestep.data.plan import LoaderMode
 from samestep.data.requests import RequestQueue
+from samestep.data.sampler import whole
 from samestep.data.steps import Delivery, Pass, Standing
 from samestep.data.stream import Arrived, StreamCollate, StreamReader, StreamState
 from samestep.errors import DataError
@@ -122,7 +123,7 @@ class DataLoader:
         self.batch_size = None if batch_sampler is not None else batch_size
         self._place = (world, process_group)
         self.virtual = setup.players(world, process_group)
-        self.seed = setup.whole((self.virtual.seed or 0) if seed is None else seed, "seed")
+        self.seed = whole((self.virtual.seed or 0) if seed is None else seed, "seed")
         self.shape = setup.shape_of(self.virtual, self.batch_size, accumulation, mode, drop_last)
         self.is_evaluating = self.shape.mode == "evaluate"
         self.yields_steps = not self.is_evaluating and (self.virtual.is_fixed or accumulation is not None)
@@ -255,7 +256,7 @@ class DataLoader:
         The one exception is the epoch of a state that was loaded and not yet iterated over: naming it again,
         as `for epoch in range(loader.epoch, num_epochs): loader.set_epoch(epoch)` does, keeps the position.
         """
-        epoch = setup.whole(epoch, "epoch")
+        epoch = whole(epoch, "epoch")
         if self._current is not None or epoch != self._next_epoch:
             self._go_to(epoch, 0)
 
@@ -307,8 +308,8 @@ class DataLoader:
                     "without the state"
                 )
         self._check_virtual_size(state)
-        epoch = setup.whole(state["epoch"], "epoch")
-        position = setup.whole(state["num_consumed"], "num_consumed", least=0)
+        epoch = whole(state["epoch"], "epoch")
+        position = whole(state["num_consumed"], "num_consumed", least=0)
         length = self._source.length
         if length is not None and position > length:
             raise DataError(f"num_consumed={position} is not in 0..{length}, the data set's length")

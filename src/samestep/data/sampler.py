@@ -17,13 +17,13 @@ import numpy.typing as npt
 import torch.distributed as dist
 from torch.utils.data import Dataset, Sampler
 
-from samestep import process_group as processes
 from samestep.data import permutation
 from samestep.data.orders import Orders, Sequential, Shuffled
 from samestep.environment import read_environment
 from samestep.errors import DataError
+from samestep.process_group import given_or_default
 
-__all__ = ["DistributedSampler", "Mode"]
+__all__ = ["DistributedSampler", "Mode", "whole"]
 
 Mode = Literal["pad", "drop", "exact"]
 
@@ -96,7 +96,7 @@ class DistributedSampler(Sampler[int]):
         self.dataset = dataset
         self.num_replicas, self.rank = _place(num_replicas, rank, process_group)
         self.shuffle = shuffle
-        self.seed = _whole(seed, "seed")
+        self.seed = whole(seed, "seed")
         self.mode = _mode(mode, drop_last)
         self.drop_last = self.mode == "drop"
         self._length = _length(dataset)
@@ -136,7 +136,7 @@ class DistributedSampler(Sampler[int]):
         again, as `for epoch in range(sampler.epoch, num_epochs): sampler.set_epoch(epoch)` does, keeps the
         position.
         """
-        epoch = _whole(epoch, "epoch")
+        epoch = whole(epoch, "epoch")
         if self._current is not None or epoch != self._next_epoch:
             self._next_start = 0
         self._next_epoch = epoch
@@ -151,7 +151,7 @@ class DistributedSampler(Sampler[int]):
         """
         if self._current is None:
             raise DataError(f"consumed({num_samples}): no iteration of this sampler has started")
-        total = self._current.num_consumed + _whole(num_samples, "num_samples")
+        total = self._current.num_consumed + whole(num_samples, "num_samples")
         if total > self._current.num_handed_out:
             raise DataError(
                 f"consumed({num_samples}) makes {total} of the {self._current.num_handed_out} samples that "
@@ -201,7 +201,7 @@ class DistributedSampler(Sampler[int]):
                     "they order the data differently; make them equal, or start the epoch anew without the "
                     "state"
                 )
-        epoch, position = _whole(state["epoch"], "epoch"), _whole(state["num_consumed"], "num_consumed")
+        epoch, position = whole(state["epoch"], "epoch"), whole(state["num_consumed"], "num_consumed")
         if not 0 <= position <= self._length:
             raise DataError(f"num_consumed={position} is not in 0..{self._length}, the data set's length")
         self._current = None
@@ -293,16 +293,15 @@ def _place(
     num_replicas: int | None, rank: int | None, process_group: dist.ProcessGroup | None
 ) -> tuple[int, int]:
     if num_replicas is None or rank is None:
-        if process_group is None and processes.is_initialized():
-            process_group = processes.default_group()
-        if process_group is not None:
-            default_size, default_rank = process_group.size(), process_group.rank()
+        group = given_or_default(process_group)
+        if group is not None:
+            default_size, default_rank = group.size(), group.rank()
         else:
             environment = read_environment()
             default_size, default_rank = environment.world_size, environment.rank
         num_replicas = default_size if num_replicas is None else num_replicas
         rank = default_rank if rank is None else rank
-    num_replicas, rank = _whole(num_replicas, "num_replicas"), _whole(rank, "rank")
+    num_replicas, rank = whole(num_replicas, "num_replicas"), whole(rank, "rank")
     if num_replicas < 1:
         raise DataError(f"num_replicas={num_replicas}: at least 1 rank must take the data")
     if not 0 <= rank < num_replicas:
@@ -340,11 +339,19 @@ def _check_length(length: int, num_replicas: int, mode: Mode) -> None:
         )
 
 
-def _whole(value: Any, name: str) -> int:
+def whole(value: Any, name: str, *, least: int | None = None) -> int:
+    """`value` as an int.
+
+    Raises:
+        DataError: it is none, or below `least`.
+    """
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise DataError(f"{name}={value!r} is not a whole number") from None
+    if least is not None and number < least:
+        raise DataError(f"{name}={number}: it must be at least {least}")
+    return number
 
 
 def _brief(value: Any) -> str:

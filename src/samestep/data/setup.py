@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -11,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Subset, TensorDataset, default_collate, default_convert
 
-from samestep import process_group as processes
 from samestep.data.orders import Sequential, Shuffled
 from samestep.data.plan import LoaderMode, StepShape
 from samestep.data.requests import SamplerSource, Source, StoredSource
-from samestep.data.sampler import DistributedSampler
+from samestep.data.sampler import DistributedSampler, whole
 from samestep.data.stream import StreamSource
 from samestep.data.weighted import WeightedSampler
 from samestep.environment import read_environment
 from samestep.errors import DataError
+from samestep.process_group import given_or_default
 from samestep.virtual import VirtualRanks, virtual_ranks
 
 __all__ = [
@@ -32,33 +31,14 @@ __all__ = [
     "players",
     "shape_of",
     "source_of",
-    "whole",
 ]
-
-
-def whole(value: Any, name: str, *, least: int | None = None) -> int:
-    """`value` as an int.
-
-    Raises:
-        DataError: it is none, or below `least`.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise DataError(f"{name}={value!r} is not a whole number") from None
-    if least is not None and number < least:
-        raise DataError(f"{name}={number}: it must be at least {least}")
-    return number
 
 
 def players(owner: Any, group: dist.ProcessGroup | None) -> VirtualRanks:
     """The virtual ranks of the `World` `owner`, of `group`, of the world that there is, or of one process."""
     if owner is not None and group is not None:
         raise DataError("world and process_group: give one of them")
-    if owner is not None:
-        group = owner.group
-    elif group is None and processes.is_initialized():
-        group = processes.default_group()
+    group = owner.group if owner is not None else given_or_default(group)
     if group is not None:
         return virtual_ranks(group)
     environment = read_environment()
@@ -67,7 +47,7 @@ def players(owner: Any, group: dist.ProcessGroup | None) -> VirtualRanks:
 
 def check_players(virtual: VirtualRanks, owner: Any, group: dist.ProcessGroup | None) -> None:
     """Raise if a world has come or gone since `virtual` was found: the wrapper would look at other turns."""
-    there_is_one = owner is not None or group is not None or processes.is_initialized()
+    there_is_one = owner is not None or given_or_default(group) is not None
     if there_is_one and players(owner, group) is not virtual:
         raise DataError(
             "the loader was made in another world than this one, or before it: make it inside of the `with "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ __all__ = [
     "devices_from",
     "group_from",
     "ignored_names",
+    "parameter_infos",
 ]
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # the attribute that torch's own helpers set
@@ -116,7 +117,14 @@ def describe_parameters(
     sparse = {
         id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse
     }
-    places = {device: i for i, device in enumerate(dict.fromkeys(p.device for _, p in managed))}
+    return parameter_infos(managed, sparse)
+
+
+def parameter_infos(
+    named: Sequence[tuple[str, nn.Parameter]], sparse: Collection[int] = ()
+) -> list[ParameterInfo]:
+    """What the plan needs to know of each parameter; `sparse`: ids of those with sparse gradients."""
+    places = {device: i for i, device in enumerate(dict.fromkeys(p.device for _, p in named))}
     return [
         ParameterInfo(
             name=name,
@@ -128,5 +136,5 @@ def describe_parameters(
             sparse=id(p) in sparse,
             place=places[p.device],
         )
-        for name, p in managed
+        for name, p in named
     ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from samestep.errors import GradientError
 from samestep.gradients.bucket import Slot
@@ -31,10 +32,7 @@ _MOST_NAMES = 5
 
 def check_fresh(slots: Sequence[Slot], reduction: str) -> None:
     """Return if no sum over ranks would take in a gradient that is the same on all of them already."""
-    for slot in slots:
-        gradient = slot.param.grad
-        if slot.used or gradient is None or gradient is not slot.view:
-            continue
+    for slot, gradient in _untouched(slots):
         if gradient.any():
             raise GradientError(
                 f"{slot.name} still has the gradient of the last synchronised backward, which "
@@ -47,16 +45,21 @@ def drop_stale(slots: Sequence[Slot]) -> None:
 
     Zeros (`zero_grad(set_to_none=False)`) go; anything else is refused.
     """
-    for slot in slots:
-        gradient = slot.param.grad
-        if slot.used or gradient is None or gradient is not slot.view:
-            continue
+    for slot, gradient in _untouched(slots):
         if gradient.any():
             raise GradientError(
                 f"{slot.name} still has the gradient of the step before, in which all virtual ranks had "
                 "their part: call optimizer.zero_grad() after each step"
             )
         slot.param.grad = None
+
+
+def _untouched(slots: Sequence[Slot]) -> Iterator[tuple[Slot, Tensor]]:
+    """Those whose gradient is what the last synchronised backward left, and that gradient."""
+    for slot in slots:
+        gradient = slot.param.grad
+        if not slot.used and gradient is not None and gradient is slot.view:
+            yield slot, gradient
 
 
 def check_items(reduction: str, items: int, counted: int) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from samestep.gradients.arguments import parameter_infos
 from samestep.gradients.bucket import Bucket
-from samestep.gradients.buckets import ParameterInfo, plan_buckets
+from samestep.gradients.buckets import plan_buckets
 from samestep.gradients.reducer import Reducer
 from samestep.optim.kinds import Kind
 from samestep.optim.layout import BucketLayout, even_cuts, whole_cuts
@@ -61,18 +62,5 @@ def plan_layouts(
 
 
 def _by_themselves(parameters: Sequence[nn.Parameter], numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    found = [parameters[i] for i in numbers]
-    places = {device: i for i, device in enumerate(dict.fromkeys(p.device for p in found))}
-    infos = [
-        ParameterInfo(
-            name=str(i),
-            shape=tuple(p.shape),
-            stride=tuple(p.stride()),
-            dtype=str(p.dtype).removeprefix("torch."),
-            device=p.device.type,
-            item_bytes=p.element_size(),
-            place=places[p.device],
-        )
-        for i, p in zip(numbers, found, strict=True)
-    ]
+    infos = parameter_infos([(str(i), parameters[i]) for i in numbers])
     return [tuple(numbers[i] for i in bucket) for bucket in plan_buckets(infos).buckets]
