@@ -30,7 +30,7 @@ def compare(one: Path, other: Path) -> Comparison:
     """Whether the checkpoints `one` and `other` hold the same bits, and where they differ first.
 
     The step, and all entries with all their tensors and values, are compared: not who saved them, so neither
-    the number of ranks, nor their random streams, nor in how many files the tensors lie.
+    the number of ranks, nor their random streams.
 
     Memory: one entry of each at a time.
 

@@ -24,12 +24,9 @@ from samestep.errors import CheckpointCorruptError, CheckpointError
 
 __all__ = [
     "Reference",
-    "check_pieces",
-    "contiguous_stride",
     "decode",
     "decode_dtype",
     "encode",
-    "is_dense",
     "references",
     "tensor_names",
 ]
@@ -79,7 +76,7 @@ class Reference:
     """A tensor in an encoded value."""
 
     path: tuple[str, ...]  # keys and indices that lead to it
-    names: tuple[str, ...]  # in the entry's files: one, or those of its pieces
+    name: str  # in the entry's file
     dtype: str | None = None  # where they are not those of the file
     shape: tuple[int, ...] | None = None
 
@@ -92,13 +89,13 @@ def references(tree: Any) -> list[Reference]:
         node, path = pending.pop()
         inside: list[tuple[Any, tuple[str, ...]]] = []
         if isinstance(node, dict):
-            names = _names_of(node)
-            if names is not None:
+            name = node.get("$tensor")
+            if isinstance(name, str):
                 shape = node.get("shape")
                 found.append(
                     Reference(
                         path,
-                        names,
+                        name,
                         dtype if isinstance(dtype := node.get("dtype"), str) else None,
                         tuple(shape) if isinstance(shape, list) else None,
                     )
@@ -106,8 +103,8 @@ def references(tree: Any) -> list[Reference]:
             for key, value in node.items():
                 if key in _PAIRED and isinstance(value, list):
                     pairs = [pair for pair in value if isinstance(pair, list) and len(pair) == 2]
-                    inside += [(item, (*path, str(name))) for name, item in pairs]
-                    inside += [(name, (*path, "keys")) for name, _ in pairs]
+                    inside += [(item, (*path, str(label))) for label, item in pairs]
+                    inside += [(label, (*path, "keys")) for label, _ in pairs]
                 else:
                     inside.append((value, path if key.startswith("$") else (*path, key)))
         elif isinstance(node, list):
@@ -118,20 +115,7 @@ def references(tree: Any) -> list[Reference]:
 
 def tensor_names(tree: Any) -> set[str]:
     """The names of all tensors that `tree` refers to."""
-    return {name for reference in references(tree) for name in reference.names}
-
-
-def _names_of(node: dict[str, Any]) -> tuple[str, ...] | None:
-    if isinstance(node.get("$tensor"), str):
-        return (node["$tensor"],)
-    pieces = node.get("$pieces")
-    if not isinstance(pieces, list):
-        return None
-    return tuple(piece[1] for piece in pieces if isinstance(piece, list) and _is_piece(piece))
-
-
-def _is_piece(piece: list[Any]) -> bool:
-    return len(piece) == 2 and type(piece[0]) is int and isinstance(piece[1], str)
+    return {reference.name for reference in references(tree)}
 
 
 class _Encoder:
@@ -206,7 +190,7 @@ class _Encoder:
         tensor = tensor.detach()
         tree: dict[str, Any] = {"$tensor": ""}
         stride = list(tensor.stride())
-        if not tensor.is_contiguous() and is_dense(list(tensor.shape), stride):
+        if not tensor.is_contiguous() and _is_dense(list(tensor.shape), stride):
             tree["stride"] = stride  # channels_last, transposed: kernels choose by it
         if tensor.dtype not in SAFETENSORS_DTYPES:
             tree |= {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
@@ -273,8 +257,6 @@ class _Decoder:
             return {key: self.decode(item) for key, item in tree.items()}
         if tag == "$tensor":
             return self._tensor(tree)
-        if tag == "$pieces":
-            return self._pieces(tree)
         if tag == "$ordered_dict":
             return self._ordered_dict(tree)
         if len(tree) != 1:
@@ -310,48 +292,6 @@ class _Decoder:
             self._shared[identity] = _restore(self._tensors[tree["$tensor"]], tree)
         return self._shared[identity]
 
-    def _pieces(self, tree: Any) -> torch.Tensor:
-        """A tensor that several ranks wrote in pieces, whole."""
-        if set(tree) - {"$pieces", "stride", "dtype", "shape"}:
-            raise ValueError("$pieces beside other keys")
-        dtype, shape = _DTYPES[tree["dtype"]], tree["shape"]
-        stride = tree.get("stride", contiguous_stride(shape))
-        if not is_dense(shape, stride):
-            raise ValueError("strides that leave gaps")
-        pieces = [self._tensors[name] for _, name in tree["$pieces"]]
-        if any(piece.dtype != torch.uint8 for piece in pieces) and dtype not in SAFETENSORS_DTYPES:
-            raise ValueError("pieces of another dtype")
-        pieces = [piece if dtype in SAFETENSORS_DTYPES else piece.view(dtype) for piece in pieces]
-        check_pieces(tree["$pieces"], [(piece.dtype, tuple(piece.shape)) for piece in pieces], dtype, shape)
-        # What is cut is counted in the order of memory.
-        whole = torch.empty_strided(shape, stride, dtype=dtype)
-        flat = whole.as_strided((whole.numel(),), (1,))
-        for (start, _), piece in zip(tree["$pieces"], pieces, strict=True):
-            flat[start : start + piece.numel()] = piece
-        return whole
-
-
-def check_pieces(
-    pieces: list[Any], found: list[tuple[torch.dtype, tuple[int, ...]]], dtype: torch.dtype, shape: list[int]
-) -> None:
-    """Raise a ValueError unless the flat `found`, one after another, are a tensor of `dtype` and `shape`."""
-    end = 0
-    for piece, (its_dtype, its_shape) in zip(pieces, found, strict=True):
-        if not _is_piece(piece) or piece[0] != end or its_dtype != dtype or len(its_shape) != 1:
-            raise ValueError("pieces that do not fit together")
-        end += its_shape[0]
-    if end != math.prod(shape):
-        raise ValueError("pieces that leave gaps")
-
-
-def contiguous_stride(shape: list[int]) -> list[int]:
-    """The strides of the usual order."""
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return stride[::-1]
-
 
 def decode_dtype(name: str) -> torch.dtype:
     """The dtype called `name`; KeyError if there is none."""
@@ -364,13 +304,13 @@ def _restore(tensor: torch.Tensor, tree: dict[str, Any]) -> torch.Tensor:
         tensor = tensor.view(_DTYPES[tree["dtype"]]).reshape(tree["shape"])
     if "stride" in tree:
         stride = tree["stride"]
-        if not is_dense(list(tensor.shape), stride):
+        if not _is_dense(list(tensor.shape), stride):
             raise ValueError("strides that leave gaps")
         tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
     return tensor
 
 
-def is_dense(shape: list[int], stride: list[int]) -> bool:
+def _is_dense(shape: list[int], stride: list[int]) -> bool:
     """Whether elements at `stride` fill their memory without gaps or overlaps."""
     if len(shape) != len(stride) or any(type(s) is not int or not 0 <= s < 2**62 for s in stride):
         return False

@@ -82,7 +82,7 @@ class Reader:
             self.written_by = state.get("written_by")
             numbers = _is_number(self.step, 0) and _is_number(self.world_size, 1)
             complete = all("value" in entry for entry in self.entries.values())
-            named = [self._random_file, *(file for name in self.entries for file in self.files_of(name))]
+            named = [self._random_file, *(entry["tensors"] for entry in self.entries.values())]
             listed = all(map(self._is_listed, named))
         except (KeyError, TypeError, AttributeError):
             numbers = complete = listed = False
@@ -113,24 +113,21 @@ class Reader:
         """What the manifest lists."""
         return self._manifest.files
 
-    def files_of(self, name: str) -> list[str]:
-        """The files that hold the tensors of the entry `name`."""
-        files = self.entries[name]["tensors"]
-        return [] if files is None else files if isinstance(files, list) else [files]
-
     def places(self, name: str) -> dict[str, tuple[str, list[int], int]]:
         """Dtype, shape and bytes of each tensor of the entry `name`, from the headers alone."""
-        found = {}
-        for file_name in self.files_of(name):
-            with self._verified(file_name) as stream:
-                for place in read_places(stream.read_into, stream.num_bytes, str(stream.path)):
-                    dtype = str(place.dtype).removeprefix("torch.")
-                    found[place.name] = (dtype, list(place.shape), place.num_bytes)
-        return found
+        file_name = self.entries[name]["tensors"]
+        if file_name is None:
+            return {}
+        with self._verified(file_name) as stream:
+            places = read_places(stream.read_into, stream.num_bytes, str(stream.path))
+        return {
+            place.name: (str(place.dtype).removeprefix("torch."), list(place.shape), place.num_bytes)
+            for place in places
+        }
 
     def check_other_files(self) -> None:
         """Compare the digests of files that belong to no entry."""
-        known = {STATE, self._random_file, *(file for name in self.entries for file in self.files_of(name))}
+        known = {STATE, self._random_file, *(entry["tensors"] for entry in self.entries.values())}
         for file_name in sorted(set(self.files) - known):
             self.check_file(file_name)
 
@@ -141,16 +138,12 @@ class Reader:
             stream.check_digest(self.files[file_name])
 
     def _entry(self, name: str) -> Any:
-        tree, files = self.entries[name]["value"], self.files_of(name)
+        tree, file_name = self.entries[name]["value"], self.entries[name]["tensors"]
         wanted = tensor_names(tree)
-        tensors: dict[str, torch.Tensor] = {}
-        for file_name in files:
-            for key, tensor in self._tensors(file_name, wanted).items():
-                if tensors.setdefault(key, tensor) is not tensor:
-                    raise self._altered(file_name, f"another file holds {key!r} as well")
+        tensors = {} if file_name is None else self._tensors(file_name, wanted)
         absent = sorted(wanted - set(tensors))
         if absent:
-            where = files[0] if len(files) == 1 else STATE
+            where = file_name or STATE
             raise self._altered(where, f"it lacks {len(absent)} tensors of {name!r}, the first: {absent[0]}")
         return decode(tree, tensors, f"{name!r} in {self.path / STATE}")
 

@@ -52,8 +52,8 @@ def print_tensors(path: Path) -> None:
         seen: set[str] = set()
         for reference in found:
             dtype, shape, num_bytes = _describe(reference, places, reader)
-            is_again = reference.names[0] in seen
-            seen.update(reference.names)
+            is_again = reference.name in seen
+            seen.add(reference.name)
             total += 0 if is_again else num_bytes
             num_tensors += 1
             label = _printable("/".join((name, *reference.path)))
@@ -100,8 +100,7 @@ def _describe(
     reference: Reference, places: dict[str, tuple[str, list[int], int]], reader: Reader
 ) -> tuple[str, list[int], int]:
     try:
-        dtype, shape, _ = places[reference.names[0]]
-        num_bytes = sum(places[name][2] for name in reference.names)
+        dtype, shape, num_bytes = places[reference.name]
     except KeyError as error:
         raise CheckpointCorruptError(f"{reader.path} is altered: it lacks the tensor {error}") from None
     shape = shape if reference.shape is None else list(reference.shape)
