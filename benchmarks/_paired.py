@@ -10,7 +10,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from samestep.arithmetic import cpu_model
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def compare(
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
     return {
-        "processor": _processor(),
+        "processor": cpu_model(),
         "num_cores": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1),
@@ -88,21 +90,42 @@ def report(
     marker: str = "",
 ) -> None:
     """Print the table; write it to `json_path` and between the `marker` comments of `page`, where given."""
-    header = ["", "ours", "theirs", "ratio (median)", "ratio (min .. max)"]
-    where = ", ".join(f"{key.removeprefix('num_')} {value}" for key, value in machine().items())
-    table = Table(*header, title=title, caption=where)
-    for comparison in comparisons:
-        table.add_row(*comparison.row())
-    Console().print(table)
+    rows = [{**vars(comparison), "ratios": comparison.ratios} for comparison in comparisons]
+    publish(
+        title,
+        ["", "ours", "theirs", "ratio (median)", "ratio (min .. max)"],
+        [comparison.row() for comparison in comparisons],
+        where=machine(),
+        record={"title": title, "machine": machine(), "rows": rows},
+        json_path=json_path,
+        page=page,
+        marker=marker,
+    )
+
+
+def publish(
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    record: Any,
+    where: Mapping[str, Any] | None = None,
+    json_path: Path | None = None,
+    page: Path | None = None,
+    marker: str = "",
+) -> None:
+    """Print the table, over `where` it was measured; write it between the `marker` comments of `page`, and
+    `record` to `json_path`, where these are given."""
+    caption = ", ".join(f"{key.removeprefix('num_')} {value}" for key, value in (where or {}).items())
+    table = Table(*header, title=title, caption=caption or None)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=120).print(table)
     if json_path is not None:
-        rows = [{**vars(comparison), "ratios": comparison.ratios} for comparison in comparisons]
-        json_path.write_text(
-            json.dumps({"title": title, "machine": machine(), "rows": rows}, indent=1) + "\n"
-        )
+        json_path.write_text(json.dumps(record, indent=1) + "\n")
     if page is not None:
-        lines = [header, ["---"] * len(header), *(comparison.row() for comparison in comparisons)]
-        text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-        write_between_markers(page, marker, f"{text}\n\n{where}")
+        text = "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows])
+        write_between_markers(page, marker, f"{text}\n\n{caption}" if caption else text)
 
 
 def write_between_markers(page: Path, marker: str, text: str) -> None:
@@ -114,12 +137,3 @@ def write_between_markers(page: Path, marker: str, text: str) -> None:
     if not found_begin or not found_end:
         raise SystemExit(f"{page} has no {begin} ... {end}: add these two lines where the table belongs")
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

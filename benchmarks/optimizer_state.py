@@ -8,22 +8,19 @@ Bytes, not time: ranks are threads of this process, and the figures are the same
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 import samestep
 from samestep.bench.models import WORKLOADS, Workload
 from samestep.testing import thread_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _paired import write_between_markers
+from _paired import publish
 
 
 def state_bytes(workload: Workload, group: dist.ProcessGroup) -> int:
@@ -53,16 +50,15 @@ def main() -> None:
             record.append({"model": name, "ranks": size, "replicated": whole, "sharded": parts})
             most = max(parts)
             table.append([workload.title, str(size), f"{whole:,}", f"{most:,}", f"{most * size / whole:.4f}"])
-    shown = Table(*header, title="AdamW's state, bytes per rank")
-    for row in table:
-        shown.add_row(*row)
-    Console(width=120).print(shown)
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
-    if options.page:
-        lines = [header, ["---"] * len(header), *table]
-        text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-        write_between_markers(options.page, "optimizer-state", text)
+    publish(
+        "AdamW's state, bytes per rank",
+        header,
+        table,
+        record=record,
+        json_path=options.json,
+        page=options.page,
+        marker="optimizer-state",
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Both take turns in one run; the figure is the ratio within each round.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -17,8 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 import samestep
@@ -27,7 +24,7 @@ from samestep.bench.timing import Step, make_step, ratios, spread, time_rounds
 from samestep.virtual import VirtualRanks, virtual_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _paired import machine, write_between_markers
+from _paired import machine, publish
 
 Variants = dict[str, Step]
 NUM_VIRTUAL_RANKS = 4
@@ -101,19 +98,16 @@ def main() -> None:
         if not world.is_main:
             return
         where = {"num_ranks": world.size, "backend": "Gloo", **machine()}
-        header = ["model", base, ours, "ratio: median (min .. max)"]
-        caption = ", ".join(f"{key.removeprefix('num_')} {value}" for key, value in where.items())
-        shown = Table(*header, title="The cost of sameness: one training step, AdamW", caption=caption)
-        for row in table:
-            shown.add_row(*row)
-        Console(width=120).print(shown)
-        if options.json:
-            options.json.write_text(json.dumps({"machine": where, "times_s": record}, indent=1) + "\n")
-        if options.page:
-            lines = [header, ["---"] * len(header), *table]
-            text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-            marker = "sameness" if world.size > 1 else "virtual-ranks"
-            write_between_markers(options.page, marker, f"{text}\n\n{caption}")
+        publish(
+            "The cost of sameness: one training step, AdamW",
+            ["model", base, ours, "ratio: median (min .. max)"],
+            table,
+            where=where,
+            record={"machine": where, "times_s": record},
+            json_path=options.json,
+            page=options.page,
+            marker="sameness" if world.size > 1 else "virtual-ranks",
+        )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ the figure is the ratio to the unsynchronised replicas (the limit), or to torch'
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -19,8 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 import samestep
@@ -28,7 +25,7 @@ from samestep.bench.models import WORKLOADS
 from samestep.bench.timing import make_step, ratios, spread, time_rounds
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _paired import machine, write_between_markers
+from _paired import machine, publish
 
 LIMIT, TORCH = "unsynchronised", "torch DDP, Gloo"
 
@@ -102,20 +99,16 @@ def main() -> None:
         if not world.is_main:
             return
         where = {"num_ranks": world.size, **machine()}
-        header = ["model", "variant", "step", "to unsynchronised", "to torch DDP"]
-        caption = ", ".join(f"{key.removeprefix('num_')} {value}" for key, value in where.items())
-        shown = Table(*header, title="One training step, AdamW: median (min .. max)", caption=caption)
-        for row in table:
-            shown.add_row(*row)
-        Console(width=120).print(shown)
-        if options.json:
-            options.json.write_text(
-                json.dumps({"machine": where, "seconds_per_step": record}, indent=1) + "\n"
-            )
-        if options.page:
-            lines = [header, ["---"] * len(header), *table]
-            text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-            write_between_markers(options.page, "step", f"{text}\n\n{caption}")
+        publish(
+            "One training step, AdamW: median (min .. max)",
+            ["model", "variant", "step", "to unsynchronised", "to torch DDP"],
+            table,
+            where=where,
+            record={"machine": where, "seconds_per_step": record},
+            json_path=options.json,
+            page=options.page,
+            marker="step",
+        )
 
 
 if __name__ == "__main__":

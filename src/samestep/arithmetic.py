@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["arithmetic_of_this_process", "differences", "set_up"]
+__all__ = ["arithmetic_of_this_process", "cpu_model", "differences", "set_up"]
 
 _NAMES = {
     "torch": "torch's version",
@@ -37,7 +37,7 @@ def arithmetic_of_this_process() -> dict[str, Any]:
         model = module.get_device_name() if hasattr(module, "get_device_name") else accelerator.type
     return {
         "torch": str(torch.__version__),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "accelerator": model,
         "num_threads": torch.get_num_threads(),
@@ -80,7 +80,8 @@ def set_up(num_threads: int | None, *, deterministic_algorithms: bool) -> Iterat
 
 
 @lru_cache(maxsize=1)
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """What the CPU calls itself."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
